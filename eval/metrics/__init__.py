@@ -1,0 +1,1 @@
+"""Metrics: one file each, discovered; one that cannot run says why."""

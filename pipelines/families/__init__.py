@@ -1,0 +1,1 @@
+"""Model families: one file of data each, discovered."""

@@ -1,0 +1,89 @@
+"""Fixtures that more than one test file uses, and the settings that make runs repeatable."""
+
+import ast
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+# No test reaches a network. Set before diffusers or transformers is imported, which read it once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("dq", "kernels", "pipelines", "eval")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file of the package: its path, import name, syntax tree and text."""
+
+    path: Path
+    module: str
+    tree: ast.Module
+    text: str
+
+    @property
+    def name(self) -> str:
+        """The path below the root, for messages."""
+        return self.path.relative_to(ROOT).as_posix()
+
+    @property
+    def is_package(self) -> bool:
+        """Whether the file is an ``__init__.py``; relative imports start one level lower then."""
+        return self.path.name == "__init__.py"
+
+
+def module_name(path: Path) -> str:
+    """``kernels/backends/x.py`` -> ``dq.kernels.backends.x``; ``__init__.py`` stands for its folder."""
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    if parts[0] != "dq":
+        parts.insert(0, "dq")
+    if parts[-1] == "__init__":
+        parts.pop()
+    return ".".join(parts)
+
+
+def read_source(path: Path) -> Source:
+    """Parse one file."""
+    text = path.read_text(encoding="utf-8")
+    return Source(path, module_name(path), ast.parse(text, filename=str(path)), text)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The folder that holds pyproject.toml."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def sources() -> list[Source]:
+    """Every Python file of dq/, kernels/, pipelines/ and eval/."""
+    return [read_source(p) for folder in FOLDERS for p in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Every test starts from the same random state, whatever ran before it."""
+    import random
+
+    import numpy
+    import torch
+
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` where there is none."""
+    if not any("gpu" in item.keywords for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)

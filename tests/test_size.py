@@ -1,0 +1,52 @@
+"""The limits that keep the sources readable: lines per file and function, depth of folders, size of the core."""
+
+import ast
+
+FILE_LINES = 400
+FUNCTION_LINES = 30
+SHORT_FUNCTIONS = 0.90
+CORE_LINES = 3300
+DEPTH = 2
+
+
+def _functions(sources):
+    """(length, place) of every function; decorators do not count, the docstring does."""
+    for s in sources:
+        for node in ast.walk(s.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node.end_lineno - node.lineno + 1, f"{s.name}:{node.lineno} {node.name}"
+
+
+def test_files_are_short(root, sources):
+    paths = [s.path for s in sources] + sorted((root / "tests").rglob("*.py"))
+    lengths = {p.relative_to(root).as_posix(): len(p.read_text(encoding="utf-8").splitlines()) for p in paths}
+    long = {name: n for name, n in lengths.items() if n > FILE_LINES}
+    assert not long, f"files over {FILE_LINES} lines: {long}"
+
+
+def test_functions_are_short(sources):
+    functions = sorted(_functions(sources), reverse=True)
+    long = [f"{n} lines: {place}" for n, place in functions if n > FUNCTION_LINES]
+    share = 1 - len(long) / max(len(functions), 1)
+    assert share >= SHORT_FUNCTIONS, f"only {share:.1%} have at most {FUNCTION_LINES} lines:\n" + "\n".join(long)
+
+
+def test_folders_are_shallow(root, sources):
+    deep = {s.name for s in sources if len(s.path.relative_to(root).parts) - 2 > DEPTH}
+    assert not deep, f"more than {DEPTH} folders below the top one: {sorted(deep)}"
+
+
+def test_core_is_small(sources):
+    total = sum(len(s.text.splitlines()) for s in sources if s.name.startswith("dq/"))
+    assert total <= CORE_LINES, f"dq/ has {total} lines, the limit is {CORE_LINES}"
+
+
+def test_folders_are_packages(root, sources):
+    """Sub-folders with sources have an ``__init__.py``: discovery and wheels then see them the same way."""
+    roots = {root / name for name in ("kernels", "pipelines", "eval")}
+    missing = {
+        str(s.path.parent.relative_to(root))
+        for s in sources
+        if s.path.parent not in roots and not (s.path.parent / "__init__.py").is_file()
+    }
+    assert not missing, f"folders without __init__.py: {sorted(missing)}"
