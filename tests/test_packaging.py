@@ -190,7 +190,8 @@ def test_wheel_runs_from_elsewhere(dist, tmp_path):
     found = _python(
         """
         import json, dq, dq.kernels, dq.pipelines, dq.eval, dq.kernels.backends, dq.pipelines.families, dq.eval.metrics
-        print(json.dumps([m.__file__ for m in (dq.kernels, dq.kernels.backends, dq.pipelines.families, dq.eval.metrics)]))
+        modules = (dq.kernels, dq.kernels.backends, dq.pipelines.families, dq.eval.metrics)
+        print(json.dumps([module.__file__ for module in modules]))
         """,
         cwd,
         path=[target],
