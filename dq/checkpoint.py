@@ -1,0 +1,107 @@
+"""The checkpoint: a JSON config beside plain tensors. Every reader checks the format version before anything else."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import nn
+
+from dq.linear import LinearConfig, QuantizedLinear, quantized_linears
+from dq.plan import Plan
+from dq.registry import DQError, suggest
+
+FORMAT_VERSION = 1
+VERSION = "0.1.0"
+
+
+def artifact_meta(model: nn.Module, plan: Plan, calibration: dict[str, Any]) -> dict[str, Any]:
+    """What is recorded with the tensors: recipe, calibration, source model and versions. JSON-clean."""
+    config = getattr(model, "config", {})
+    source = getattr(config, "_name_or_path", None) or (config.get("_name_or_path") if isinstance(config, dict) else None)
+    return {
+        "recipe": plan.recipe.to_dict(),
+        "family": plan.family.name,
+        "calibration": calibration,
+        "source": str(source or ""),
+        "revision": str(getattr(config, "_commit_hash", None) or ""),
+        "versions": {"dq": VERSION, "torch": str(torch.__version__), "python": platform.python_version(), **_hf_versions()},
+    }
+
+
+def _hf_versions() -> dict[str, str]:
+    out = {}
+    for name in ("diffusers", "transformers"):
+        try:
+            out[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return out
+
+
+def layers_config(model: nn.Module) -> dict[str, Any]:
+    """The JSON description of every quantized linear: kinds are written once, layers point at them."""
+    kinds: list[dict[str, Any]] = []
+    layers: dict[str, Any] = {}
+    for name, layer in quantized_linears(model).items():
+        kind = layer.config.to_dict()
+        if kind not in kinds:
+            kinds.append(kind)
+        layers[name] = {"kind": kinds.index(kind)} | ({} if layer.sqnr_db is None else {"sqnr_db": layer.sqnr_db})
+    return {"format_version": FORMAT_VERSION, "kinds": kinds, "layers": layers}
+
+
+def check_version(config: dict[str, Any]) -> None:
+    """Raises DQError if the checkpoint is newer than this reader, or carries no version at all."""
+    version = config.get("format_version")
+    if not isinstance(version, int) or version < 1:
+        raise DQError(f"this is no dq checkpoint: its config has no format_version (got {version!r})")
+    if version > FORMAT_VERSION:
+        raise DQError(
+            f"the checkpoint has format version {version}, this dq reads up to {FORMAT_VERSION}: upgrade with "
+            "pip install -U dq-quant"
+        )
+
+
+def prepare_model(model: nn.Module, config: dict[str, Any], dtype: torch.dtype, device="meta") -> None:
+    """Swaps the linears named by a checkpoint's config for empty `QuantizedLinear`s, ready for their tensors.
+
+    Raises:
+        DQError: newer format, or a layer the model does not have (another architecture or library version).
+    """
+    check_version(config)
+    kinds = [LinearConfig.from_dict(k) for k in config["kinds"]]
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    for name, entry in config["layers"].items():
+        if name not in linears:
+            raise DQError(f"the checkpoint quantizes {name!r}, which {type(model).__name__} lacks{suggest(name, linears)}")
+        old = linears[name]
+        new = QuantizedLinear(
+            old.in_features, old.out_features, kinds[entry["kind"]], bias=old.bias is not None, dtype=dtype, device=device
+        )
+        new.sqnr_db = entry.get("sqnr_db")
+        model.set_submodule(name, new.train(old.training))
+
+
+def finish_model(model: nn.Module) -> None:
+    """After the tensors are in: buffers that a loader widened go back to their stored dtype; empty ones are refused.
+
+    Raises:
+        DQError: a tensor of a quantized layer was not in the checkpoint, or has another shape.
+    """
+    for name, layer in quantized_linears(model).items():
+        for key, (shape, dtype) in layer.config.tensors(layer.out_features, layer.in_features).items():
+            tensor = getattr(layer, key)
+            if tensor.is_meta:
+                raise DQError(f"the checkpoint lacks {name}.{key}: it is incomplete, load nothing from it")
+            if tuple(tensor.shape) != tuple(shape):
+                raise DQError(f"{name}.{key} has shape {tuple(tensor.shape)} in the checkpoint, expected {tuple(shape)}")
+            if tensor.dtype != dtype:
+                setattr(layer, key, tensor.to(dtype))
+
+
+def stored_dtype(layer: QuantizedLinear, key: str) -> torch.dtype:
+    """The dtype in which buffer `key` of the layer is stored."""
+    return layer.config.tensors(layer.out_features, layer.in_features)[key][1]

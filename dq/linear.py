@@ -1,0 +1,229 @@
+"""`QuantizedLinear`: an `nn.Linear` whose weight rests as codes and scales in buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dq.ops import Choice, LinearParams, choose_backend
+from dq.qtensor import QTensor
+from dq.spec import QuantSpec
+from dq.transforms import TRANSFORMS, Step
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """All of a quantized linear that is not a tensor; JSON-clean through `to_dict`.
+
+    Attributes:
+        weights, activations: grids; activations None means weight-only.
+        steps: (transform name, params) per input step.
+        rank: rank of the low-rank branch, 0 for none.
+        side_dtype: dtype of its factors.
+    """
+
+    weights: QuantSpec
+    activations: QuantSpec | None = None
+    steps: tuple[tuple[str, dict[str, Any]], ...] = ()
+    rank: int = 0
+    side_dtype: str = "bfloat16"
+
+    def to_dict(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"weights": self.weights.to_dict()}
+        if self.activations is not None:
+            out["activations"] = self.activations.to_dict()
+        if self.steps:
+            out["steps"] = [[n, p] for n, p in self.steps]
+        if self.rank:
+            out |= {"rank": self.rank, "side_dtype": self.side_dtype}
+        return out
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> LinearConfig:
+        activations = data.get("activations")
+        return cls(
+            QuantSpec.from_dict(data["weights"]),
+            None if activations is None else QuantSpec.from_dict(activations),
+            tuple((n, dict(p)) for n, p in data.get("steps", ())),
+            data.get("rank", 0),
+            data.get("side_dtype", "bfloat16"),
+        )
+
+    def tensors(self, rows: int, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Every buffer of a [rows, width] linear: name -> (shape, dtype). The one place that fixes names and layout."""
+        spec = self.weights
+        out = {
+            "qweight": ((rows, spec.fmt.packed_width(spec.padded_width(width))), spec.fmt.storage),
+            "weight_scale": (spec.scale_shape(rows, width), spec.scale_dtype),
+        }
+        if spec.global_scale:
+            out["weight_global_scale"] = ((1,), torch.float32)
+        for name, params in self.steps:
+            buffers = TRANSFORMS.get(name).buffers
+            for key, shape in (buffers(width, params) if buffers else {}).items():
+                out[f"{name}_{key}"] = (shape, torch.float32)
+        if self.rank:
+            dtype = getattr(torch, self.side_dtype)
+            out |= {"lowrank_down": ((self.rank, width), dtype), "lowrank_up": ((rows, self.rank), dtype)}
+        return out
+
+
+class QuantizedLinear(nn.Linear):
+    """`y = Q_X(pre(x)) @ Q_W(W')^T + (x @ down^T) @ up^T + b`; see dq.ops.
+
+    A subclass of `nn.Linear`, so that peft and diffusers attach adapters to it. `.weight` holds no data: it is a
+    zero-storage tensor of the logical shape [N, K] in the compute dtype, for code that asks for shape, dtype or device.
+    Scales keep their dtype under `.to(dtype)`: casting them would change every weight.
+
+    Args:
+        in_features, out_features: K and N.
+        config: grids, input steps, rank.
+        bias: whether there is one.
+        dtype: the compute dtype that `.weight` reports.
+        device: where the (uninitialised) buffers are made; "meta" for loading.
+    """
+
+    def __init__(self, in_features, out_features, config: LinearConfig, *, bias=True, dtype=torch.bfloat16, device=None):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.config = in_features, out_features, config
+        self.compute_dtype, self.activations_mode, self.sqnr_db, self.calls = dtype, "auto", None, 0
+        for name, (shape, kind) in config.tensors(out_features, in_features).items():
+            self.register_buffer(name, torch.empty(shape, dtype=kind, device=device))
+        empty = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False) if bias else None
+        self.register_parameter("bias", empty)
+        self._choice: tuple[tuple, Choice] | None = None
+
+    @classmethod
+    def build(cls, weight: QTensor, *, activations=None, steps=(), side=None, bias=None, dtype=torch.bfloat16):
+        """A layer from finished parts: `QTensor`, `Step`s, (down, up) and bias [N]."""
+        dtype_name = "bfloat16" if side is None else str(side[0].dtype).removeprefix("torch.")
+        pairs = tuple((s.name, dict(s.params)) for s in steps)
+        config = LinearConfig(weight.spec, activations, pairs, 0 if side is None else len(side[0]), dtype_name)
+        n, k = weight.shape
+        layer = cls(k, n, config, bias=bias is not None, dtype=dtype, device="meta")
+        parts = {"qweight": weight.codes, "weight_scale": weight.scale, "weight_global_scale": weight.global_scale}
+        # Copies: layers of one group share these values, and a checkpoint must not hold aliased tensors.
+        parts |= {f"{s.name}_{key}": t.to(torch.float32).clone() for s in steps for key, t in s.tensors.items()}
+        if side is not None:
+            parts |= {"lowrank_down": side[0], "lowrank_up": side[1]}
+        for name in layer._buffers:
+            setattr(layer, name, parts[name].detach().contiguous())
+        if bias is not None:
+            layer.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
+        return layer
+
+    @property
+    def weight(self) -> Tensor:
+        return torch.empty(1, dtype=self.compute_dtype, device=self.qweight.device).expand(
+            self.out_features, self.in_features
+        )
+
+    @property
+    def qtensor(self) -> QTensor:
+        """The quantized W' (views of the buffers)."""
+        shape = (self.out_features, self.in_features)
+        scale2 = getattr(self, "weight_global_scale", None)
+        return QTensor(self.qweight, self.weight_scale, scale2, self.config.weights, shape)
+
+    @property
+    def steps(self) -> list[Step]:
+        """The input steps with their tensors."""
+        out = []
+        for name, params in self.config.steps:
+            buffers = TRANSFORMS.get(name).buffers
+            keys = buffers(self.in_features, params) if buffers else ()
+            out.append(Step(name, {k: getattr(self, f"{name}_{k}") for k in keys}, params))
+        return out
+
+    @property
+    def params(self) -> LinearParams:
+        down, up = getattr(self, "lowrank_down", None), getattr(self, "lowrank_up", None)
+        return LinearParams(self.qtensor, self.config.activations, self.steps, down, up, self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N] in the dtype of x."""
+        params = self.params
+        choice = self.choose(x.device, x.dtype, params)
+        y = choice.backend.run(x.reshape(-1, self.in_features), params)
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    def choose(self, device: torch.device, dtype: torch.dtype, params: LinearParams | None = None) -> Choice:
+        """The backend for inputs of this kind; decided once per (device, dtype, mode)."""
+        key = (device, dtype, self.activations_mode)
+        if self._choice is None or self._choice[0] != key:
+            self._choice = (key, choose_backend(params or self.params, device, dtype, self.activations_mode))
+        return self._choice[1]
+
+    def dequantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The raw-basis weight [N, K] that this layer stands for: W' moved back through the input steps, plus L."""
+        w = self.qtensor.dequantize()
+        for step in reversed(self.steps):
+            w = TRANSFORMS.get(step.name).unweight(w, step.tensors, step.params)
+        if self.config.rank:
+            w = w + self.lowrank_up.to(torch.float32) @ self.lowrank_down.to(torch.float32)
+        return w.to(dtype or self.compute_dtype)
+
+    def _apply(self, fn, recurse=True):
+        """Moves buffers, never casts them; the bias and the reported dtype follow a cast."""
+        buffers, self._buffers = self._buffers, {}
+        super()._apply(fn, recurse)
+        self._buffers = {name: _keep_dtype(fn, t) for name, t in buffers.items()}
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=self.qweight.device)).dtype
+        self._choice = None
+        return self
+
+    def __getstate__(self):
+        return self.__dict__ | {"_choice": None}  # a chosen backend is a value of this process, not of the layer
+
+    def extra_repr(self) -> str:
+        c = self.config
+        extra = "".join(f", {n}" for n, _ in c.steps) + (f", rank={c.rank}" if c.rank else "")
+        return f"{self.in_features}, {self.out_features}, weights={c.weights}, activations={c.activations}{extra}"
+
+
+def _keep_dtype(fn, tensor: Tensor) -> Tensor:
+    moved = fn(tensor)
+    return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """One row about one quantized linear, for reports; `backend` and `grid` are what really ran ("" before any call)."""
+
+    name: str
+    shape: tuple[int, int]
+    weights: str
+    activations: str | None
+    transforms: str
+    nbytes: int
+    nbytes_16bit: int
+    backend: str
+    grid: str
+    calls: int
+    sqnr_db: float | None
+
+
+def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """name -> layer, in module order."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+
+
+def layer_info(model: nn.Module) -> list[LayerInfo]:
+    """What every quantized linear of the model is, and which kernel and activation grid ran last."""
+    rows = []
+    for name, m in quantized_linears(model).items():
+        c, ran = m.config, m._choice[1].backend if m._choice else None
+        transforms = ", ".join([n for n, _ in c.steps] + ([f"low rank {c.rank}"] if c.rank else []))
+        n, k = m.out_features, m.in_features
+        nbytes = sum(t.numel() * t.element_size() for t in m._buffers.values())
+        backend, grid = (ran.name, ran.grid(m.params)) if ran else ("", "")
+        act = None if c.activations is None else str(c.activations)
+        rows.append(
+            LayerInfo(name, (n, k), str(c.weights), act, transforms, nbytes, 2 * n * k, backend, grid, m.calls, m.sqnr_db)
+        )
+    return rows

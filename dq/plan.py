@@ -1,0 +1,272 @@
+"""`Plan`: what a recipe will do to a model, from names and shapes alone: printable, comparable, with estimates."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from dq.family import Family, find_family, matches
+from dq.linear import LinearConfig, QuantizedLinear
+from dq.recipe import Recipe, Target
+from dq.registry import DQError, suggest
+from dq.transforms.lowrank import auto_rank
+from dq.transforms.rotate import group_size
+
+# Nanoseconds per weight element on one CPU core pair, measured with the demo model; a GPU is far faster.
+_COST = {"rtn": 25.0, "smooth": 900.0, "lowrank": 350.0, "rotate": 15.0}
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One group of linears that is transformed together, or one linear that stays in 16 bits.
+
+    Attributes:
+        members: module names.
+        shapes: (N, K) of each.
+        block: name of the block that holds them, "" outside all blocks.
+        inputs: members by shared input.
+        lowrank: members by shared down factor.
+        k_parts: widths of the parts of a concatenated input.
+        target: None keeps 16 bits.
+        reason: why it stays in 16 bits, or a remark.
+        bias: whether each member has one.
+    """
+
+    members: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    block: str = ""
+    inputs: tuple[tuple[str, ...], ...] = ()
+    lowrank: tuple[tuple[str, ...], ...] = ()
+    k_parts: tuple[int, ...] = ()
+    target: Target | None = None
+    reason: str = ""
+
+    @property
+    def elements(self) -> int:
+        return sum(n * k for n, k in self.shapes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights after quantization (codes, scales, side factors, run-time tensors)."""
+        if self.target is None:
+            return 2 * self.elements
+        return sum(_layer_bytes(shape, self) for shape in self.shapes)
+
+    @property
+    def seconds(self) -> float:
+        """Rough time on two CPU cores."""
+        if self.target is None:
+            return 0.0
+        names = [n for n, _ in self.target.transforms] + [self.target.rounding]
+        return self.elements * 1e-9 * sum(_COST.get(n, 100.0) for n in names)
+
+
+def planned_config(shape: tuple[int, int], row: PlanRow) -> LinearConfig:
+    """The config that the transforms of this row will end in (a searched smoothing may come out as none)."""
+    steps, rank = [], 0
+    for name, params in row.target.transforms:
+        params = dict(params)
+        if name == "lowrank":
+            rank = min(params.get("rank") or auto_rank(shape[1]), *shape)
+        elif name == "rotate":
+            size = params.get("size") or group_size(row.k_parts or (shape[1],))
+            steps += [("rotate", {"size": size})] if size else []
+        else:
+            steps.append((name, {}))
+    return LinearConfig(row.target.weights, row.target.activations, tuple(steps), rank)
+
+
+def _layer_bytes(shape: tuple[int, int], row: PlanRow) -> int:
+    tensors = planned_config(shape, row).tensors(*shape)
+    return sum(int(torch.Size(s).numel()) * d.itemsize for s, d in tensors.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All rows for one model; `print(plan)` shows them with one line per kind of group."""
+
+    model: str
+    recipe: Recipe
+    family: Family
+    rows: tuple[PlanRow, ...]
+    other_bytes: int = 0
+    remarks: tuple[str, ...] = field(default=())
+
+    @property
+    def quantized(self) -> tuple[PlanRow, ...]:
+        return tuple(r for r in self.rows if r.target is not None)
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the 16-bit model."""
+        return self.other_bytes + sum(2 * r.elements for r in self.rows)
+
+    @property
+    def bytes_after(self) -> int:
+        return self.other_bytes + sum(r.nbytes for r in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        """Rough seconds to quantize on two CPU cores, calibration runs of the pipeline not counted."""
+        return sum(r.seconds for r in self.rows)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Rough peak memory beside the calibration records: the model, and the largest group in float32 working copies."""
+        return self.bytes_before + 6 * 4 * max((r.elements for r in self.quantized), default=0)
+
+    def blocks(self) -> list[str]:
+        """Names of the blocks with something to quantize, "" (outside all blocks) last."""
+        names = list(dict.fromkeys(r.block for r in self.quantized))
+        return [n for n in names if n] + [n for n in names if not n]
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def _lines(plan: Plan) -> list[str]:
+    kinds: dict[tuple, Counter] = {}
+    for row in plan.rows:
+        t = row.target
+        names = " + ".join(_short([re.sub(r"(?<=\.)\d+(?=\.)", "*", m) for m in row.members]))
+        how = "16-bit: " + row.reason if t is None else _describe(t)
+        shape = f"{sum(n for n, _ in row.shapes)}x{row.shapes[0][1]}"
+        kinds.setdefault((names, shape, how), Counter()).update(n=1, elements=row.elements, nbytes=row.nbytes)
+    wide = max((len(k[0]) for k in kinds), default=0)
+    out = [f"{plan.model}: recipe {plan.recipe.name}, family {plan.family.name}"]
+    for (names, shape, how), c in kinds.items():
+        out.append(f"  {names:<{wide}}  {c['n']:>3} x {shape:<12} {_size(c['nbytes']):>9}  {how}")
+    out.append(
+        f"  weights {_size(plan.bytes_before)} -> {_size(plan.bytes_after)}; about {plan.seconds:.0f} s on two CPU cores"
+        f" beside calibration; peak memory about {_size(plan.peak_bytes)}"
+    )
+    return out + [f"  note: {r}" for r in (*plan.remarks, plan.family.assumed) if r]
+
+
+def _describe(target: Target) -> str:
+    acts = "16-bit" if target.activations is None else str(target.activations)
+    parts = [n + "".join(f" {k}={v}" for k, v in p) for n, p in target.transforms]
+    return f"W {target.weights}  X {acts}  " + ", ".join([*parts, target.rounding])
+
+
+def _short(names: list[str]) -> list[str]:
+    """a.b.q, a.b.k -> a.b.q, k."""
+    out = [names[0]]
+    for previous, name in zip(names, names[1:], strict=False):
+        parent = previous.rpartition(".")[0] + "."
+        out.append(name.removeprefix(parent) if parent != "." else name)
+    return out
+
+
+def _size(n: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} GB"
+
+
+def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) -> Plan:
+    """What `recipe` will do to `model`.
+
+    Args:
+        skip: fnmatch patterns of linears that stay in 16 bits (over the whole name, or any run of its components).
+
+    Raises:
+        DQError: the model is quantized already, a skip or rule pattern matches no linear, or nothing would be quantized.
+    """
+    recipe = Recipe.load(recipe)
+    name = type(model).__name__
+    if any(isinstance(m, QuantizedLinear) for m in model.modules()):
+        raise DQError(f"{name} is quantized already; dq.dequantize() it or load the 16-bit model first")
+    linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
+    _check_patterns(linears, skip, recipe)
+    family = find_family(model)
+    targets = {n: _target(n, m, recipe, family, skip) for n, m in linears.items()}
+    if not any(t for t, _ in targets.values()):
+        reasons = Counter(why for _, why in targets.values()).most_common(3)
+        raise DQError(
+            f"nothing to quantize in {name}: of {len(linears)} linears, "
+            + "; ".join(f"{c} stay 16-bit ({why})" for why, c in reasons)
+            + f". For tiny models lower the bound: recipe.with_(min_features=16) (now {recipe.min_features})."
+        )
+    rows = _rows(linears, targets, family)
+    counted = {id(m.weight) for m in linears.values()}
+    other = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in counted)
+    return Plan(name, recipe, family, rows, other)
+
+
+def _check_patterns(linears: dict[str, nn.Linear], skip: Sequence[str], recipe: Recipe) -> None:
+    if isinstance(skip, str):
+        raise DQError(f"skip takes a list of patterns, got the string {skip!r}")
+    for pattern in skip:
+        if not any(matches(n, pattern) for n in linears):
+            leaves = {part for n in linears for part in (n, n.rpartition(".")[2], *n.split("."))}
+            raise DQError(f"skip pattern {pattern!r} matches no linear{suggest(pattern, leaves)}")
+
+
+def _target(name: str, module: nn.Linear, recipe: Recipe, family: Family, skip) -> tuple[Target | None, str]:
+    """The target of one linear, or None and the reason why it stays in 16 bits."""
+    if any(matches(name, p) for p in skip):
+        return None, "skipped by the caller"
+    rule = next((r for r in recipe.rules if matches(name, r.match)), None)
+    if rule is not None:
+        return rule.target, rule.reason if rule.target is None else ""
+    why = family.keep_reason(name)
+    n, k = module.out_features, module.in_features
+    if why:
+        return None, why
+    if min(n, k) < recipe.min_features or k % recipe.multiple:
+        return None, f"too small to quantize ({n}x{k}, bound {recipe.min_features})"
+    if family.is_modulation(name):
+        return recipe.modulation, "" if recipe.modulation else "modulation"
+    return recipe.linear, ""
+
+
+def _rows(linears: dict[str, nn.Linear], targets: dict[str, tuple[Target | None, str]], family: Family):
+    """Linears with one target gathered into groups: shared inputs first, then shared smoothing across inputs."""
+    rows, done = [], set()
+    for name in linears:
+        if name in done:
+            continue
+        target, reason = targets[name]
+        inputs = [_present(name, family.inputs, family, linears, targets)]
+        if target is not None and any(n == "smooth" for n, _ in target.transforms):
+            for partner in _present(name, family.smooth, family, linears, targets):
+                if partner not in inputs[0]:
+                    inputs.append(_present(partner, family.inputs, family, linears, targets))
+        if target is None:
+            inputs = [(name,)]
+        members = tuple(m for i in inputs for m in i)
+        done.update(members)
+        rows.append(_row(members, tuple(inputs), linears, target, reason, family))
+    return tuple(rows)
+
+
+def _present(name: str, groups, family: Family, linears, targets) -> tuple[str, ...]:
+    """Partners of `name` that exist, have the same K and the same target."""
+    width, target = linears[name].in_features, targets[name][0]
+    found = [
+        p
+        for p in family.partners(groups, name)
+        if p in linears and linears[p].in_features == width and targets[p][0] == target
+    ]
+    return tuple(found) or (name,)
+
+
+def _row(members, inputs, linears, target, reason, family: Family) -> PlanRow:
+    shapes = tuple((linears[m].out_features, linears[m].in_features) for m in members)
+    lowrank = []
+    for m in members:
+        together = tuple(p for p in family.partners(family.lowrank, m) if p in members) or (m,)
+        if together not in lowrank:
+            lowrank.append(together)
+    parts = tuple(linears[p].out_features for p in family.parts_of(members[0]) if p in linears)
+    if sum(parts) != shapes[0][1]:
+        parts = ()
+    return PlanRow(members, shapes, family.block_of(members[0]), inputs, tuple(lowrank), parts, target, reason)

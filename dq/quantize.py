@@ -1,0 +1,291 @@
+"""The one loop over blocks: records -> Stats -> transforms -> rounding -> QTensor -> QuantizedLinear in place."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from dq.checkpoint import artifact_meta
+from dq.linear import LayerInfo, QuantizedLinear, layer_info, quantized_linears
+from dq.ops import reference_qlinear
+from dq.plan import Plan, PlanRow
+from dq.qtensor import check_finite
+from dq.records import Record
+from dq.registry import DQError
+from dq.replay import Replay, call, call_order, device_of
+from dq.resume import ResumeFolder
+from dq.rounding import ROUNDINGS
+from dq.stats import Stat
+from dq.transforms import TRANSFORMS, GroupState
+from dq.transforms.lowrank import auto_rank
+
+BINS = 4
+
+
+@dataclass
+class QuantizeReport:
+    """What `quantize` did.
+
+    Attributes:
+        recipe: its name.
+        seconds: wall time, calibration included.
+        layers: one row per quantized linear, with its SQNR.
+        bytes_before, bytes_after: of all parameters and buffers, the former in 16 bits.
+        plan: what was planned (after groups were verified).
+        calibration: what was used, JSON-clean; {} for data-free.
+    """
+
+    recipe: str
+    seconds: float
+    layers: list[LayerInfo]
+    bytes_before: int
+    bytes_after: int
+    plan: Plan
+    calibration: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        worst = sorted((x for x in self.layers if x.sqnr_db is not None), key=lambda x: x.sqnr_db)[:3]
+        lowest = ", ".join(f"{x.name} {x.sqnr_db:.1f} dB" for x in worst)
+        return (
+            f"{self.recipe}: {len(self.layers)} linears in {self.seconds:.1f} s, {self.bytes_before / 1e6:.1f} MB -> "
+            f"{self.bytes_after / 1e6:.1f} MB; lowest SQNR: {lowest}"
+        )
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers; 32-bit parameters count as the 16 bits they would be shipped in."""
+    params = sum(p.numel() * min(p.element_size(), 2) for p in model.parameters())
+    return params + sum(b.numel() * b.element_size() for b in model.buffers())
+
+
+def quantize_model(
+    model: nn.Module,
+    plan: Plan,
+    records: Sequence[Record] = (),
+    *,
+    device: torch.device | str | None = None,
+    resume: str | None = None,
+    prefix: str = "fp",
+    calibration: dict[str, Any] | None = None,
+    progress: Callable[..., Any] = tqdm,
+) -> QuantizeReport:
+    """Quantizes `model` in place as planned.
+
+    Args:
+        records: calibration calls of the model; may be empty for data-free recipes.
+        device: where the arithmetic of transforms and rounding runs; default: where each weight is.
+        resume: folder in which finished blocks are kept; a second call with the same folder continues there.
+        prefix: `fp`: block inputs come from the 16-bit model; `quantized`: from the already quantized prefix.
+        calibration: JSON-clean description of the records, kept in the artifact.
+
+    Raises:
+        DQError: the recipe needs calibration and there is none, NaN/Inf in a weight or input (names the layer), or a
+            resume folder that belongs to other work.
+    """
+    if plan.recipe.needs_calibration and not len(records):
+        raise DQError(
+            f"recipe {plan.recipe.name!r} needs calibration and got no records; pass calibration=dq.Prompts([...]) "
+            "(or take a data-free recipe: fp8, int8, w4a16, w4a4-int4, w4a4-int4-convrot, w4a4-nvfp4)"
+        )
+    if prefix not in ("fp", "quantized"):
+        raise DQError(f"prefix must be 'fp' or 'quantized', got {prefix!r}")
+    start, before = time.perf_counter(), model_bytes(model)
+    loop = _Loop(model, plan, list(records), device, prefix, calibration or {}, resume)
+    with torch.no_grad(), progress(total=len(loop.schedule), desc=plan.recipe.name, unit="block") as bar:
+        for block in loop.schedule:
+            loop.run(block)
+            bar.update(1)
+    model.dq_artifact = artifact_meta(model, plan, calibration or {})
+    seconds, plan = time.perf_counter() - start, replace(plan, rows=tuple(loop.rows), remarks=tuple(loop.remarks))
+    return QuantizeReport(
+        plan.recipe.name, seconds, layer_info(model), before, model_bytes(model), plan, calibration or {}
+    )
+
+
+class _Loop:
+    """State of one quantization: which rows belong to which block, and the replay that feeds them."""
+
+    def __init__(self, model, plan: Plan, records, device, prefix, calibration, resume):
+        self.model, self.plan, self.records, self.device, self.prefix = model, plan, records, device, prefix
+        self.rows, self.remarks = list(plan.rows), list(plan.remarks)
+        self.folder = ResumeFolder(resume, model, plan, calibration) if resume else None
+        blocks = [b for b in plan.blocks() if b]
+        order = call_order(model, self._all_blocks(), records[0]) if records and blocks else []
+        if records and blocks and not order:
+            self.remarks.append("blocks are not called exactly once each: calibrated over the whole model at once")
+        self.replay = Replay(model, order, records, plan.family.keep_outputs)
+        # Without an order (or without records) the whole model is one unit, still quantized block by block.
+        self.schedule = (order or blocks) + ([""] if any(r.block == "" for r in plan.quantized) else [])
+        self.whole: dict[str, Stat] | None = None
+        if records and (not order or "" in self.schedule):
+            outside = [r for r in plan.quantized if not order or r.block == ""]
+            self.whole = self._collect(outside, lambda i: call(model, records[i].args, records[i].kwargs, device_of(model)))
+
+    def _all_blocks(self) -> list[str]:
+        return [n for n, _ in self.model.named_modules() if n and self.plan.family.block_of(n) == n]
+
+    def run(self, block: str) -> None:
+        """Collects the block's statistics, quantizes its rows and swaps them in."""
+        rows = [r for r in self.plan.quantized if r.block == block]
+        done = self.folder.load(block) if self.folder else None
+        stats: dict[str, Stat] = self.whole or {}
+        replayed = self.replay.order and block and self.records
+        if replayed:
+            stats = self._collect(() if done is not None else rows, lambda i: self._step(block, i))
+        if done is None:
+            done = {}
+            for row in rows:
+                for part in self._verified(row, stats):
+                    done |= quantize_row(self.model, part, stats, self.device)
+            if self.folder:
+                self.folder.save(block, done)
+        for name, layer in done.items():
+            old = self.model.get_submodule(name)
+            layer.train(old.training)
+            self.model.set_submodule(name, layer.to(old.weight.device))
+        if replayed and self.prefix == "quantized":
+            for i in range(len(self.records)):
+                self._step(block, i)
+
+    def _step(self, block: str, index: int) -> None:
+        self.replay.advance(block, index, self.replay.inputs(block, index))
+
+    def _collect(self, rows: Sequence[PlanRow], forward: Callable[[int], Any]) -> dict[str, Stat]:
+        """Runs all records with hooks on the rows' linears: one `Stat` per shared input, sharing checked on values."""
+        stats, handles, current, seen = {}, [], {"stratum": "0/single"}, {}
+        self.split: dict[str, str] = getattr(self, "split", {})
+        for members in (i for r in rows for i in r.inputs):
+            stats[members[0]] = Stat(self.model.get_submodule(members[0]).in_features, name=members[0])
+            for m in members:
+                handles.append(self._hook(m, members[0], stats, current, seen))
+        try:
+            for i, record in enumerate(self.records):
+                current["stratum"] = record.stratum(BINS)
+                seen.clear()
+                forward(i)
+        finally:
+            for h in handles:
+                h.remove()
+        return stats
+
+    def _hook(self, name: str, first: str, stats: dict[str, Stat], current: dict, seen: dict):
+        def hook(module, args, kwargs):
+            x = args[0] if args else next(iter(kwargs.values()))
+            if name == first:
+                seen[first] = x
+                stats[first].update(x, current["stratum"])
+            elif name in self.split:
+                stats[name].update(x, current["stratum"])
+            elif first in seen and not (x is seen[first] or torch.equal(x, seen[first])):
+                self.split[name] = first
+                stats[name] = Stat(module.in_features, name=name)
+                stats[name].update(x, current["stratum"])
+
+        return self.model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _verified(self, row: PlanRow, stats: dict[str, Stat]) -> list[PlanRow]:
+        """The row, or its pieces if calibration showed that inputs thought shared are not."""
+        apart = [m for m in row.members if m in self.split and m in stats]
+        if not apart:
+            return [row]
+        text = f"{', '.join(apart)} do not receive the same input as {self.split[apart[0]]}: treated apart"
+        warnings.warn(text, stacklevel=2)
+        self.remarks.append(text)
+        kept = tuple(tuple(m for m in i if m not in apart) for i in row.inputs)
+        pieces = [_subset(row, kept)] + [_subset(row, ((m,),)) for m in apart]
+        at = self.rows.index(row)
+        self.rows[at : at + 1] = pieces
+        return pieces
+
+
+def _subset(row: PlanRow, inputs: tuple[tuple[str, ...], ...]) -> PlanRow:
+    members = tuple(m for i in inputs for m in i)
+    shapes = tuple(row.shapes[row.members.index(m)] for m in members)
+    lowrank = tuple(t for t in (tuple(m for m in s if m in members) for s in row.lowrank) if t)
+    return replace(row, members=members, shapes=shapes, inputs=inputs, lowrank=lowrank)
+
+
+def _group_state(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device) -> GroupState:
+    """The row's weights in float32, checked for NaN/Inf."""
+    weights = {}
+    for m in row.members:
+        w = model.get_submodule(m).weight
+        check_finite(w, f"{m}.weight")
+        weights[m] = w.detach().to(device=device or w.device, dtype=torch.float32)
+    kind = model.get_submodule(row.members[0]).weight.dtype
+    rank = max((dict(p).get("rank") or auto_rank(row.shapes[0][1]) for n, p in row.target.transforms if n == "lowrank"), default=0)
+    return GroupState(
+        weights,
+        row.inputs,
+        row.target.weights,
+        row.target.activations,
+        {i[0]: stats[i[0]] for i in row.inputs if i[0] in stats},
+        row.lowrank,
+        row.k_parts,
+        rank,
+        side_dtype=kind if kind in (torch.float16, torch.bfloat16) else torch.bfloat16,
+    )
+
+
+def quantize_row(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=None) -> dict[str, QuantizedLinear]:
+    """Transforms and rounds one plan row; the model itself is not touched."""
+    state = _group_state(model, row, stats, device)
+    raw = dict(state.weights)
+    for name, params in row.target.transforms:
+        TRANSFORMS.get(name).fit(state, **dict(params))
+    layers = {}
+    for members in row.inputs:
+        # Runtimes fuse linears that share an input: they must share the second-level scale, so it covers them all.
+        amax = torch.stack([state.weights[m].abs().amax() for m in members]).amax() if members else None
+        for m in members:
+            old, x = model.get_submodule(m), state.rows(m)
+            q = ROUNDINGS.get(row.target.rounding).round(state.weights[m], row.target.weights, x=x, amax=amax, name=m)
+            layers[m] = QuantizedLinear.build(
+                q,
+                activations=row.target.activations,
+                steps=state.steps,
+                side=state.side.get(m),
+                bias=None if old.bias is None else old.bias.to(q.codes.device),
+                dtype=old.weight.dtype,
+            )
+            sample = state.stats[members[0]].rows[:128].to(raw[m]) if members[0] in state.stats else None
+            layers[m].sqnr_db = sqnr_db(layers[m], raw[m], sample)
+    return layers
+
+
+def sqnr_db(layer: QuantizedLinear, weight: Tensor, x: Tensor | None) -> float:
+    """`10 log10(||y||^2 / ||y_q - y||^2)` of the layer's output on x [n, K], bias excluded; of its weight without x."""
+    if x is None:
+        signal, noise = weight, layer.dequantized_weight(torch.float32) - weight
+    else:
+        signal = x @ weight.T
+        noise = reference_qlinear(x, replace(layer.params, bias=None)) - signal
+    ratio = signal.square().sum() / noise.square().sum().clamp(min=1e-30)
+    return round(float(10 * torch.log10(ratio.clamp(min=1e-30))), 3)
+
+
+def dequantize_model(model: nn.Module) -> nn.Module:
+    """Puts 16-bit linears back: each holds the raw-basis weight that its quantized layer stood for.
+
+    Raises:
+        DQError: nothing in the model is quantized.
+    """
+    found = quantized_linears(model)
+    if not found:
+        raise DQError(f"{type(model).__name__} holds no quantized linear")
+    for name, layer in found.items():
+        new = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        new.weight = nn.Parameter(layer.dequantized_weight(), requires_grad=False)
+        if layer.bias is not None:
+            new.bias = nn.Parameter(layer.bias.detach().to(layer.compute_dtype), requires_grad=False)
+        model.set_submodule(name, new.train(layer.training))
+    if hasattr(model, "dq_artifact"):
+        del model.dq_artifact
+    return model

@@ -1,0 +1,173 @@
+"""`Recipe`: ordered rules that say how each linear is quantized. A frozen value with a TOML form; presets are data files."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from dq.registry import DQError, suggest
+from dq.rounding import ROUNDINGS
+from dq.spec import QuantSpec
+from dq.transforms import TRANSFORMS
+
+PRESETS = Path(__file__).parent / "presets"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What becomes of a linear: grids, transforms in their fixed order, rounding.
+
+    Raises:
+        DQError: for unknown transforms or roundings, a transform listed out of order, or parameters it does not take.
+    """
+
+    weights: QuantSpec
+    activations: QuantSpec | None = None
+    transforms: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
+    rounding: str = "rtn"
+
+    def __post_init__(self):
+        ROUNDINGS.get(self.rounding)
+        order = [TRANSFORMS.get(name).order for name, _ in self.transforms]
+        if order != sorted(order):
+            names = ", ".join(n for n, _ in self.transforms)
+            raise DQError(f"transforms compose as shift, diagonal, permute, rotate, low rank; got the order {names}")
+        if self.weights.strategy == "token" or self.weights.global_scale == "token":
+            raise DQError(f"weights cannot take the per-token grid {self.weights}; use its channel or group form")
+        if self.activations is not None and self.activations.strategy in ("tensor", "channel"):
+            raise DQError(f"activations need a per-token or group grid (dynamic), got {self.activations}")
+
+    @property
+    def needs_calibration(self) -> bool:
+        kinds = [TRANSFORMS.get(n) for n, _ in self.transforms]
+        return any(t.needs_stats for t in kinds) or ROUNDINGS.get(self.rounding).needs_stats
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Target:
+        data = dict(data)
+        transforms = []
+        for item in data.pop("transforms", ()):
+            item = {"name": item} if isinstance(item, str) else dict(item)
+            transforms.append((item.pop("name"), tuple(sorted(item.items()))))
+        weights = _spec(data.pop("weights", None))
+        if weights is None:
+            raise DQError("a recipe section needs weights, e.g. weights = 'int8/channel'")
+        activations, rounding = _spec(data.pop("activations", None)), data.pop("rounding", "rtn")
+        if data:
+            known = ("weights", "activations", "transforms", "rounding")
+            raise DQError(f"unknown recipe word {min(data)!r}{suggest(min(data), known)}")
+        return cls(weights, activations, tuple(transforms), rounding)
+
+    def to_dict(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"weights": self.weights.to_dict()}
+        if self.activations is not None:
+            out["activations"] = self.activations.to_dict()
+        if self.transforms:
+            out["transforms"] = [{"name": n, **dict(p)} for n, p in self.transforms]
+        return out | ({"rounding": self.rounding} if self.rounding != "rtn" else {})
+
+
+def _spec(value: Any) -> QuantSpec | None:
+    if value is None or isinstance(value, QuantSpec):
+        return value
+    return QuantSpec.from_dict(value) if isinstance(value, dict) else QuantSpec.parse(value)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Linears whose name matches the pattern take `target`; without a target they stay in 16 bits for `reason`."""
+
+    match: str
+    target: Target | None = None
+    reason: str = "recipe"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is quantized.
+
+    Attributes:
+        name, description: for people.
+        linear: target of the ordinary linears.
+        modulation: target of the linears that make scales and shifts from the timestep; None keeps them in 16 bits.
+        rules: ordered; the first rule that matches a name wins over everything else.
+        min_features: a linear with a side smaller than this stays in 16 bits ("too small to quantize").
+        multiple: so does one whose K is not a multiple of this; 1 lets every K pass (it is padded).
+    """
+
+    name: str
+    linear: Target
+    modulation: Target | None = None
+    rules: tuple[Rule, ...] = ()
+    min_features: int = 256
+    multiple: int = 1
+    description: str = ""
+
+    @property
+    def needs_calibration(self) -> bool:
+        targets = [self.linear, self.modulation, *(r.target for r in self.rules)]
+        return any(t.needs_calibration for t in targets if t is not None)
+
+    def with_(self, **changes: Any) -> Recipe:
+        """A copy with some fields changed, e.g. `recipe.with_(min_features=16)`."""
+        return replace(self, **changes)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Recipe:
+        data = dict(data)
+        unknown = set(data) - {f.name for f in fields(cls)}
+        if unknown:
+            raise DQError(f"unknown recipe word {min(unknown)!r}{suggest(min(unknown), [f.name for f in fields(cls)])}")
+        if "name" not in data or "linear" not in data:
+            raise DQError("a recipe needs a name and a [linear] section")
+        modulation = data.pop("modulation", None)
+        return cls(
+            linear=Target.from_dict(data.pop("linear")),
+            modulation=None if modulation is None else Target.from_dict(modulation),
+            rules=tuple(_rule(r) for r in data.pop("rules", ())),
+            **data,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"name": self.name, "description": self.description, "linear": self.linear.to_dict()}
+        if self.modulation is not None:
+            out["modulation"] = self.modulation.to_dict()
+        if self.rules:
+            out["rules"] = [
+                {"match": r.match} | ({"keep": r.reason} if r.target is None else r.target.to_dict()) for r in self.rules
+            ]
+        return out | {"min_features": self.min_features, "multiple": self.multiple}
+
+    @classmethod
+    def load(cls, recipe: str | Path | Recipe) -> Recipe:
+        """A preset by name, a TOML file by path, or a Recipe as it is.
+
+        Raises:
+            DQError: unknown preset (near names are suggested) or a file that is no recipe.
+        """
+        if isinstance(recipe, Recipe):
+            return recipe
+        path = Path(recipe)
+        if path.suffix != ".toml":
+            path = PRESETS / f"{recipe}.toml"
+            if not path.is_file():
+                raise DQError(f"unknown recipe {str(recipe)!r}{suggest(str(recipe), presets())}")
+        try:
+            return cls.from_dict(tomllib.loads(path.read_text()))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise DQError(f"cannot read the recipe {path}: {error}") from error
+
+
+def _rule(data: dict[str, Any]) -> Rule:
+    data = dict(data)
+    if "match" not in data:
+        raise DQError("a recipe rule needs match = 'pattern'")
+    match, keep = data.pop("match"), data.pop("keep", None)
+    return Rule(match, None, str(keep)) if keep is not None else Rule(match, Target.from_dict(data))
+
+
+def presets() -> list[str]:
+    """Names of the recipes that come with dq."""
+    return sorted(p.stem for p in PRESETS.glob("*.toml"))

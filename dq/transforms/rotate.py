@@ -1,0 +1,66 @@
+"""Grouped regular-Hadamard rotation: `x' = x (I kron H)`, `W' = W (I kron H)`.
+
+`H4 = [[1,1,1,-1],[1,1,-1,1],[1,-1,1,1],[-1,1,1,1]] / 2`, `H_{4^k} = H4 kron ... kron H4`: symmetric, orthogonal, so its
+own inverse, and all column sums are +sqrt(n), so a constant row is not gathered into one coordinate as Sylvester's
+matrix does. Source: ConvRot (grouped regular Hadamard, default group 256).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from dq.registry import DQError
+from dq.transforms import TRANSFORMS, GroupState, Step, Transform
+
+SIZES = (256, 64, 16)
+
+
+@lru_cache(maxsize=16)
+def regular_hadamard(size: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    """The orthonormal regular Hadamard matrix [size, size]; size must be a power of 4.
+
+    Raises:
+        DQError: for any other size.
+    """
+    h4 = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float64) / 2
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while h.shape[0] < size:
+        h = torch.kron(h, h4)
+    if h.shape[0] != size:
+        raise DQError(f"a regular Hadamard matrix here has a power of 4 as size, got {size}")
+    return h.to(dtype).to(device)
+
+
+def rotate(x: Tensor, size: int) -> Tensor:
+    """Each run of `size` elements along the last axis times H; the last axis must be a multiple of `size`."""
+    h = regular_hadamard(size, x.dtype, str(x.device))
+    return (x.unflatten(-1, (-1, size)) @ h).flatten(-2)
+
+
+def group_size(parts: tuple[int, ...]) -> int:
+    """Largest of 256, 64, 16 that divides every part of the input (a group never straddles a seam); 0 if none does."""
+    return next((n for n in SIZES if all(p % n == 0 for p in parts)), 0)
+
+
+def fit(state: GroupState, size: int = 0) -> None:
+    """Rotates the group; `size` 0 takes the largest that fits, and leaves the group alone if none does.
+
+    Raises:
+        DQError: if a size was asked for that does not divide K.
+    """
+    parts = state.k_parts or (state.width,)
+    if size and any(p % size for p in parts):
+        raise DQError(f"rotation size {size} does not divide the input width {parts} of {next(iter(state.weights))}")
+    size = size or group_size(parts)
+    if size:
+        state.add(Step("rotate", params={"size": size}))
+
+
+def _apply(x: Tensor, tensors: dict, params: dict) -> Tensor:
+    return rotate(x, params["size"])
+
+
+TRANSFORMS.register(Transform("rotate", fit, order=3, apply=_apply, weight=_apply, unweight=_apply))
