@@ -10,24 +10,31 @@ import torch
 from torch import nn
 
 from dq.linear import LinearConfig, QuantizedLinear, quantized_linears
-from dq.plan import Plan
+from dq.planning import Plan
 from dq.registry import DQError, suggest
+from dq.version import VERSION
 
 FORMAT_VERSION = 1
-VERSION = "0.1.0"
 
 
 def artifact_meta(model: nn.Module, plan: Plan, calibration: dict[str, Any]) -> dict[str, Any]:
     """What is recorded with the tensors: recipe, calibration, source model and versions. JSON-clean."""
     config = getattr(model, "config", {})
-    source = getattr(config, "_name_or_path", None) or (config.get("_name_or_path") if isinstance(config, dict) else None)
+    source = getattr(config, "_name_or_path", None) or (
+        config.get("_name_or_path") if isinstance(config, dict) else None
+    )
     return {
         "recipe": plan.recipe.to_dict(),
         "family": plan.family.name,
         "calibration": calibration,
         "source": str(source or ""),
         "revision": str(getattr(config, "_commit_hash", None) or ""),
-        "versions": {"dq": VERSION, "torch": str(torch.__version__), "python": platform.python_version(), **_hf_versions()},
+        "versions": {
+            "dq": VERSION,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+            **_hf_versions(),
+        },
     }
 
 
@@ -76,13 +83,31 @@ def prepare_model(model: nn.Module, config: dict[str, Any], dtype: torch.dtype, 
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     for name, entry in config["layers"].items():
         if name not in linears:
-            raise DQError(f"the checkpoint quantizes {name!r}, which {type(model).__name__} lacks{suggest(name, linears)}")
+            raise DQError(
+                f"the checkpoint quantizes {name!r}, which {type(model).__name__} lacks{suggest(name, linears)}"
+            )
         old = linears[name]
         new = QuantizedLinear(
-            old.in_features, old.out_features, kinds[entry["kind"]], bias=old.bias is not None, dtype=dtype, device=device
+            old.in_features,
+            old.out_features,
+            kinds[entry["kind"]],
+            bias=old.bias is not None,
+            dtype=dtype,
+            device=device,
         )
         new.sqnr_db = entry.get("sqnr_db")
         model.set_submodule(name, new.train(old.training))
+
+
+def _align(model: nn.Module) -> None:
+    """Copies CPU tensors that a memory-mapped file left unaligned to 64 bytes.
+
+    BLAS kernels take other code paths for unaligned operands and then differ in the last bit; a model must give the
+    same bits before saving and after loading.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu" and tensor.data_ptr() % 64:
+            tensor.data = tensor.data.clone()
 
 
 def finish_model(model: nn.Module) -> None:
@@ -97,9 +122,12 @@ def finish_model(model: nn.Module) -> None:
             if tensor.is_meta:
                 raise DQError(f"the checkpoint lacks {name}.{key}: it is incomplete, load nothing from it")
             if tuple(tensor.shape) != tuple(shape):
-                raise DQError(f"{name}.{key} has shape {tuple(tensor.shape)} in the checkpoint, expected {tuple(shape)}")
+                raise DQError(
+                    f"{name}.{key} has shape {tuple(tensor.shape)} in the checkpoint, expected {tuple(shape)}"
+                )
             if tensor.dtype != dtype:
                 setattr(layer, key, tensor.to(dtype))
+    _align(model)
 
 
 def stored_dtype(layer: QuantizedLinear, key: str) -> torch.dtype:

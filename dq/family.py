@@ -125,12 +125,16 @@ def find_family(model: nn.Module) -> Family:
 
 
 def detect_family(model: nn.Module) -> Family:
-    """A fallback for unknown models: repeated blocks are the outermost ModuleLists of at least two modules of one class;
-    q/k/v and gate/up linears are grouped by the names the field uses. Verified on values at calibration."""
+    """A fallback for unknown models: repeated blocks are the outermost ModuleLists of two or more modules of one class.
+
+    q/k/v and gate/up linears are grouped by the names the field uses. Verified on values at calibration.
+    """
     lists = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(m) for m in module}) == 1
+        if isinstance(module, nn.ModuleList)
+        and len(module) > 1
+        and len({type(m) for m in module}) == 1
         and any(isinstance(m, nn.Linear) for m in module.modules())
     ]
     outer = tuple(n for n in lists if not any(n != o and n.startswith(o + ".") for o in lists))

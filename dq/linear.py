@@ -86,13 +86,17 @@ class QuantizedLinear(nn.Linear):
         device: where the (uninitialised) buffers are made; "meta" for loading.
     """
 
-    def __init__(self, in_features, out_features, config: LinearConfig, *, bias=True, dtype=torch.bfloat16, device=None):
+    def __init__(
+        self, in_features, out_features, config: LinearConfig, *, bias=True, dtype=torch.bfloat16, device=None
+    ):
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.config = in_features, out_features, config
         self.compute_dtype, self.activations_mode, self.sqnr_db, self.calls = dtype, "auto", None, 0
         for name, (shape, kind) in config.tensors(out_features, in_features).items():
             self.register_buffer(name, torch.empty(shape, dtype=kind, device=device))
-        empty = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False) if bias else None
+        empty = (
+            nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False) if bias else None
+        )
         self.register_parameter("bias", empty)
         self._choice: tuple[tuple, Choice] | None = None
 
@@ -193,7 +197,7 @@ def _keep_dtype(fn, tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One row about one quantized linear, for reports; `backend` and `grid` are what really ran ("" before any call)."""
+    """One row about one quantized linear, for reports; `backend` and `grid` are what ran last ("" before any call)."""
 
     name: str
     shape: tuple[int, int]
@@ -224,6 +228,8 @@ def layer_info(model: nn.Module) -> list[LayerInfo]:
         backend, grid = (ran.name, ran.grid(m.params)) if ran else ("", "")
         act = None if c.activations is None else str(c.activations)
         rows.append(
-            LayerInfo(name, (n, k), str(c.weights), act, transforms, nbytes, 2 * n * k, backend, grid, m.calls, m.sqnr_db)
+            LayerInfo(
+                name, (n, k), str(c.weights), act, transforms, nbytes, 2 * n * k, backend, grid, m.calls, m.sqnr_db
+            )
         )
     return rows

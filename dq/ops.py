@@ -106,7 +106,7 @@ def choose_backend(params: LinearParams, device: torch.device, dtype: torch.dtyp
     """The backend of highest priority that accepts the layer.
 
     Args:
-        mode: `faithful` runs the recipe's own activation grid; `native` takes the fastest grid that loses nothing there;
+        mode: `faithful` runs the recipe's own activation grid; `native` takes the fastest grid that loses nothing;
             `auto` is native on a GPU and faithful on a CPU.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`Recipe`: ordered rules that say how each linear is quantized. A frozen value with a TOML form; presets are data files."""
+"""`Recipe`: ordered rules that say how each linear is quantized. A frozen value; TOML files are its form on disk."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ class Recipe:
             out["modulation"] = self.modulation.to_dict()
         if self.rules:
             out["rules"] = [
-                {"match": r.match} | ({"keep": r.reason} if r.target is None else r.target.to_dict()) for r in self.rules
+                {"match": r.match} | ({"keep": r.reason} if r.target is None else r.target.to_dict())
+                for r in self.rules
             ]
         return out | {"min_features": self.min_features, "multiple": self.multiple}
 

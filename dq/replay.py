@@ -39,9 +39,7 @@ def call(module: nn.Module, args: tuple, kwargs: dict, device: torch.device) -> 
 def call_order(model: nn.Module, blocks: list[str], record: Record) -> list[str]:
     """The blocks in the order in which one forward calls them; [] if one is called twice or not at all."""
     order: list[str] = []
-    handles = [
-        model.get_submodule(b).register_forward_pre_hook(lambda m, a, _b=b: order.append(_b)) for b in blocks
-    ]
+    handles = [model.get_submodule(b).register_forward_pre_hook(lambda m, a, _b=b: order.append(_b)) for b in blocks]
     try:
         call(model, record.args, record.kwargs, device_of(model))
     finally:

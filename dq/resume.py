@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dq.linear import LinearConfig, QuantizedLinear
-from dq.plan import Plan
+from dq.planning import Plan
 from dq.registry import DQError
 
 

@@ -51,7 +51,7 @@ class Format:
         return (width + 1) // 2 if self.bits == 4 else width
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Codes [..., K] -> storage [..., K/2] for 4 bits: element 2i in the low nibble, an odd row is padded with 0."""
+        """Codes [..., K] -> storage [..., K/2] for 4 bits: element 2i in the low nibble, odd rows padded with 0."""
         if self.bits != 4:
             return codes
         if codes.shape[-1] % 2:

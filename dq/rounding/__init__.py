@@ -1,7 +1,7 @@
 """Roundings: one function each, `(weight, spec, *, x, amax, name) -> QTensor`, in files discovered here.
 
-`weight` is W' [N, K] in the basis of the transformed input, `x` a sample [n, K] of that input or None, `amax` the largest
-|W'| over linears that must share a second-level scale.
+`weight` is W' [N, K] in the basis of the transformed input, `x` a sample [n, K] of that input or None, `amax` the
+largest |W'| over linears that must share a second-level scale.
 """
 
 from __future__ import annotations

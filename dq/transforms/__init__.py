@@ -1,8 +1,8 @@
 """Function-preserving rewrites of a group of linears, one file each.
 
 With row vectors, a transform multiplies the input by an invertible A: `x' = x A`, `W' = W A^-T`, so `x' W'^T = x W^T`.
-Some also move a part of the weight into a 16-bit side branch on the raw x. The invariant, tested once for all of them in
-float64: `pre(x) @ W'.T + side(x) + b' == x @ W.T + b`.
+Some also move a part of the weight into a 16-bit side branch on the raw x. The invariant, tested once for all of them
+in float64: `pre(x) @ W'.T + side(x) + b' == x @ W.T + b`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ class GroupState:
 
     def require_stats(self, who: str) -> None:
         if not self.stats:
-            raise DQError(f"{who} needs calibration: pass calibration=dq.Prompts([...]) (layer {next(iter(self.weights))})")
+            raise DQError(
+                f"{who} needs calibration: pass calibration=dq.Prompts([...]) (layer {next(iter(self.weights))})"
+            )
 
 
 def fake(x: Tensor, spec: QuantSpec | None) -> Tensor:

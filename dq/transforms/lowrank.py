@@ -21,7 +21,7 @@ def auto_rank(width: int) -> int:
 def svd_factors(w: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Best rank-`rank` approximation `up @ down` of w [N, K]; sqrt(sigma) on both sides.
 
-    Balanced factors keep a 16-bit copy of either side equally accurate. Uses the eigenvectors of the smaller Gram matrix in
+    Balanced factors keep a 16-bit copy of either side equally accurate. Uses eigenvectors of the smaller Gram matrix in
     float64: exact to far below 16-bit rounding, and an order of magnitude cheaper than a full SVD.
     """
     rank = min(rank, *w.shape)
@@ -46,7 +46,7 @@ def _objective(state: GroupState, names: tuple[str, ...]):
 
 
 def decompose(w: Tensor, rank: int, spec, error, iterations: int) -> tuple[Tensor, Tensor]:
-    """`L_i = SVD_r(W - Q_{i-1})`, `Q_i = RTN(W - L_i)`; keeps the best, stops at the first step that does not improve."""
+    """`L_i = SVD_r(W - Q_{i-1})`, `Q_i = RTN(W - L_i)`; keeps the best, stops at the first non-improvement."""
     best, best_error, residual = None, float("inf"), torch.zeros_like(w)
     for _ in range(max(1, iterations)):
         up, down = svd_factors(w - residual, rank)

@@ -6,6 +6,8 @@ Source: SmoothQuant (arXiv 2211.10438, eq. 4: beta = 1 - alpha) and SVDQuant (ar
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ GRID = ((0.0, 0.0), *((a, b) for a in (0.2, 0.35, 0.5, 0.65, 0.8) for b in (0.0,
 
 
 def smoothing_factor(a: Tensor, w: Tensor, alpha: float, beta: float) -> Tensor:
-    """lambda [K], float32; 1 where the channel is never active or the weight column is zero, or where it is not finite."""
+    """lambda [K], float32; 1 where a channel is never active, its weight column is zero, or the result not finite."""
     scale = a.clamp(min=1e-5).pow(alpha) / w.clamp(min=1e-5).pow(beta)
     scale = scale.clamp(min=1e-5)
     return torch.where((a > 0) & (w > 0) & torch.isfinite(scale), scale, 1.0)
@@ -57,7 +59,7 @@ def _slices(state: GroupState) -> list[slice]:
     edges = [0]
     for width in state.k_parts or (state.width,):
         edges.append(edges[-1] + width)
-    return [slice(i, j) for i, j in zip(edges, edges[1:], strict=False)]
+    return [slice(i, j) for i, j in pairwise(edges)]
 
 
 def fit(state: GroupState, alpha: float = 0.5, search: bool = False, rows: int = 256) -> None:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -117,7 +118,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Rough peak memory beside the calibration records: the model, and the largest group in float32 working copies."""
+        """Rough peak memory beside the records: the model, and the largest group in float32 working copies."""
         return self.bytes_before + 6 * 4 * max((r.elements for r in self.quantized), default=0)
 
     def blocks(self) -> list[str]:
@@ -142,8 +143,8 @@ def _lines(plan: Plan) -> list[str]:
     for (names, shape, how), c in kinds.items():
         out.append(f"  {names:<{wide}}  {c['n']:>3} x {shape:<12} {_size(c['nbytes']):>9}  {how}")
     out.append(
-        f"  weights {_size(plan.bytes_before)} -> {_size(plan.bytes_after)}; about {plan.seconds:.0f} s on two CPU cores"
-        f" beside calibration; peak memory about {_size(plan.peak_bytes)}"
+        f"  weights {_size(plan.bytes_before)} -> {_size(plan.bytes_after)}; about {plan.seconds:.0f} s on two CPU"
+        f" cores beside calibration; peak memory about {_size(plan.peak_bytes)}"
     )
     return out + [f"  note: {r}" for r in (*plan.remarks, plan.family.assumed) if r]
 
@@ -157,7 +158,7 @@ def _describe(target: Target) -> str:
 def _short(names: list[str]) -> list[str]:
     """a.b.q, a.b.k -> a.b.q, k."""
     out = [names[0]]
-    for previous, name in zip(names, names[1:], strict=False):
+    for previous, name in pairwise(names):
         parent = previous.rpartition(".")[0] + "."
         out.append(name.removeprefix(parent) if parent != "." else name)
     return out
@@ -178,7 +179,7 @@ def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) 
         skip: fnmatch patterns of linears that stay in 16 bits (over the whole name, or any run of its components).
 
     Raises:
-        DQError: the model is quantized already, a skip or rule pattern matches no linear, or nothing would be quantized.
+        DQError: the model is quantized already, a skip pattern matches no linear, or nothing would be quantized.
     """
     recipe = Recipe.load(recipe)
     name = type(model).__name__

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from dq.checkpoint import artifact_meta
 from dq.linear import LayerInfo, QuantizedLinear, layer_info, quantized_linears
 from dq.ops import reference_qlinear
-from dq.plan import Plan, PlanRow
+from dq.planning import Plan, PlanRow
 from dq.qtensor import check_finite
 from dq.records import Record
 from dq.registry import DQError
@@ -126,7 +126,9 @@ class _Loop:
         self.whole: dict[str, Stat] | None = None
         if records and (not order or "" in self.schedule):
             outside = [r for r in plan.quantized if not order or r.block == ""]
-            self.whole = self._collect(outside, lambda i: call(model, records[i].args, records[i].kwargs, device_of(model)))
+            self.whole = self._collect(
+                outside, lambda i: call(model, records[i].args, records[i].kwargs, device_of(model))
+            )
 
     def _all_blocks(self) -> list[str]:
         return [n for n, _ in self.model.named_modules() if n and self.plan.family.block_of(n) == n]
@@ -220,7 +222,10 @@ def _group_state(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device)
         check_finite(w, f"{m}.weight")
         weights[m] = w.detach().to(device=device or w.device, dtype=torch.float32)
     kind = model.get_submodule(row.members[0]).weight.dtype
-    rank = max((dict(p).get("rank") or auto_rank(row.shapes[0][1]) for n, p in row.target.transforms if n == "lowrank"), default=0)
+    rank = max(
+        (dict(p).get("rank") or auto_rank(row.shapes[0][1]) for n, p in row.target.transforms if n == "lowrank"),
+        default=0,
+    )
     return GroupState(
         weights,
         row.inputs,

@@ -1,0 +1,3 @@
+"""The version of dq, apart so that `import dq` needs nothing else."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,210 @@
+"""The public verbs on what a user holds: a diffusers pipeline, or a model."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from tqdm import tqdm
+
+from dq.linear import quantized_linears
+from dq.loop import QuantizeReport, dequantize_model, quantize_model
+from dq.ops import MODES
+from dq.pipelines.calibration import DENOISERS, Prompts
+from dq.planning import Plan, make_plan
+from dq.recipe import Recipe
+from dq.records import Record
+from dq.registry import DQError, suggest
+
+
+def _models(obj: Any, components: str | Sequence[str] | None) -> dict[str, nn.Module]:
+    """component name -> model: the denoisers of a pipeline, the components asked for, or {"": model}."""
+    if isinstance(obj, nn.Module):
+        if components:
+            raise DQError(f"components={components!r} goes with a pipeline; this is the model {type(obj).__name__}")
+        return {"": obj}
+    held = getattr(obj, "components", None)
+    if not isinstance(held, dict):
+        raise DQError(f"expected a diffusers pipeline or a model, got {type(obj).__name__}")
+    models = {n: m for n, m in held.items() if isinstance(m, nn.Module)}
+    names = [components] if isinstance(components, str) else list(components or [n for n in DENOISERS if n in models])
+    for name in names:
+        if name not in models:
+            raise DQError(f"{type(obj).__name__} has no component {name!r}{suggest(name, models)}")
+    if not names:
+        raise DQError(f"{type(obj).__name__} has no denoiser; name components=[...] out of {', '.join(models)}")
+    return {n: models[n] for n in names}
+
+
+def _plans(models: dict[str, nn.Module], recipe: Any, skip: Sequence[str]) -> dict[str, Plan]:
+    """One plan per component; a skip pattern must match in at least one of them."""
+    recipe = Recipe.load(recipe)
+    if len(models) == 1:
+        return {n: make_plan(m, recipe, skip) for n, m in models.items()}
+    used: set[str] = set()
+    plans = {}
+    for name, model in models.items():
+        mine = [p for p in skip if _matches_any(model, p)]
+        used.update(mine)
+        plans[name] = make_plan(model, recipe, mine)
+    for pattern in skip:
+        if pattern not in used:
+            make_plan(next(iter(models.values())), recipe, [pattern])  # raises with near names
+    return plans
+
+
+def _matches_any(model: nn.Module, pattern: str) -> bool:
+    from dq.family import matches
+
+    return any(matches(n, pattern) for n, m in model.named_modules() if isinstance(m, nn.Linear))
+
+
+def plan(obj: Any, recipe: Any, *, components: Any = None, skip: Sequence[str] = ()) -> Plan | dict[str, Plan]:
+    """What `quantize` would do: rows, bytes, estimated seconds and memory. Nothing is changed.
+
+    Returns:
+        a `Plan` (printable), or a dict of them if several components would be quantized.
+
+    Raises:
+        DQError: as `quantize`.
+    """
+    plans = _plans(_models(obj, components), recipe, skip)
+    return next(iter(plans.values())) if len(plans) == 1 else plans
+
+
+def quantize(
+    obj: Any,
+    recipe: Any,
+    *,
+    calibration: Any = None,
+    components: Any = None,
+    skip: Sequence[str] = (),
+    device: Any = None,
+    resume: str | None = None,
+    activations: str | None = None,
+    progress: bool | Callable[..., Any] = True,
+) -> QuantizeReport:
+    """Quantizes a pipeline's denoisers, or a model, in place.
+
+    Args:
+        obj: a diffusers pipeline or a model.
+        recipe: name of a preset, path of a TOML file, or a `Recipe`.
+        calibration: `dq.Prompts` for a pipeline, or records (`dq.Record`s, or dicts of keyword arguments) for a model.
+        components: pipeline components to quantize; default: the denoisers.
+        skip: patterns of linears that stay in 16 bits.
+        device: where transforms and rounding are computed; default: where the weights are.
+        resume: folder for finished blocks; calling again with it continues after an interruption, with the same bits.
+        activations: `faithful` or `native` activation grid at run time; default: native on a GPU, faithful on a CPU.
+        progress: False for no bars, or a callable with tqdm's signature.
+
+    Raises:
+        DQError: unknown recipe, component or skip pattern; nothing to quantize; quantized already; NaN/Inf in a
+            weight or a calibration input; calibration that is missing or empty.
+    """
+    models = _models(obj, components)
+    plans = _plans(models, recipe, skip)
+    if activations is not None and activations not in MODES:
+        raise DQError(f"unknown activations mode {activations!r}{suggest(activations, MODES)}")
+    bar = progress if callable(progress) else (tqdm if progress else _silent)
+    records = _calibrate(obj, models, calibration, bar)
+    reports = {}
+    for name, model in models.items():
+        found, described = records.get(name, ([], {}))
+        folder = f"{resume}/{name}" if resume and name else resume
+        reports[name] = quantize_model(
+            model, plans[name], found, device=device, resume=folder, calibration=described, progress=bar
+        )
+        for layer in quantized_linears(model).values():
+            layer.activations_mode = activations or "auto"
+        attach(model)
+    return _merge(reports)
+
+
+def _silent(*args: Any, **kwargs: Any):
+    return tqdm(*args, **(kwargs | {"disable": True}))
+
+
+def _calibrate(obj: Any, models: dict[str, nn.Module], calibration: Any, bar: Any) -> dict[str, tuple[list, dict]]:
+    if calibration is None:
+        return {}
+    if isinstance(calibration, Prompts):
+        if isinstance(obj, nn.Module):
+            raise DQError("dq.Prompts runs a pipeline: pass the pipeline, not one of its models")
+        return calibration.collect(obj, [n for n in models if n in DENOISERS], bar)
+    if len(models) != 1:
+        raise DQError("records can calibrate one model at a time; name one component")
+    found = [_record(r) for r in _iterate(calibration)]
+    if not found:
+        raise DQError("calibration is empty: it gave no record; pass dq.Prompts([...]), records, or None")
+    described = {"records": len(found)}
+    return {next(iter(models)): (found, described)}
+
+
+def _iterate(calibration: Any) -> Iterable[Any]:
+    if isinstance(calibration, (str, bytes)) or not hasattr(calibration, "__iter__"):
+        raise DQError(f"calibration must be dq.Prompts or records, got {type(calibration).__name__}")
+    return calibration
+
+
+def _record(item: Any) -> Record:
+    if isinstance(item, Record):
+        return item
+    if isinstance(item, dict):
+        return Record((), item)
+    raise DQError(f"a calibration record is a dq.Record or a dict of keyword arguments, got {type(item).__name__}")
+
+
+def attach(model: nn.Module) -> None:
+    """Lets `save_pretrained` / `from_pretrained` of diffusers and transformers carry the model; leaves others alone."""
+    plugin = _plugin(model)
+    if plugin is not None:
+        plugin.attach(model)
+
+
+def _plugin(model: nn.Module):
+    """The plug-in module for the library that the model's class comes from, or None."""
+    bases = {c.__module__.partition(".")[0] for c in type(model).__mro__}
+    if "diffusers" in bases and hasattr(model, "register_to_config"):
+        return importlib.import_module("dq.pipelines.hf_diffusers")
+    if "transformers" in bases and hasattr(model, "config"):
+        return importlib.import_module("dq.pipelines.hf_transformers")
+    return None
+
+
+def dequantize(obj: Any, *, components: Any = None) -> Any:
+    """Puts 16-bit linears back, in place; returns `obj`. The result keeps the quantization error of the weights.
+
+    Raises:
+        DQError: nothing is quantized.
+    """
+    models = _models(obj, components)
+    found = {n: m for n, m in models.items() if quantized_linears(m)}
+    if not found:
+        raise DQError(f"nothing in {type(obj).__name__} is quantized")
+    for model in found.values():
+        dequantize_model(model)
+        plugin = _plugin(model)
+        if plugin is not None:
+            plugin.detach(model)
+    return obj
+
+
+def _merge(reports: dict[str, QuantizeReport]) -> QuantizeReport:
+    """One report over all components; layer names get the component in front if there are several."""
+    first = next(iter(reports.values()))
+    if len(reports) == 1:
+        return first
+    layers = [replace(x, name=f"{c}.{x.name}") for c, r in reports.items() for x in r.layers]
+    rows = tuple(row for r in reports.values() for row in r.plan.rows)
+    return QuantizeReport(
+        first.recipe,
+        sum(r.seconds for r in reports.values()),
+        layers,
+        sum(r.bytes_before for r in reports.values()),
+        sum(r.bytes_after for r in reports.values()),
+        replace(first.plan, model=" + ".join(r.plan.model for r in reports.values()), rows=rows),
+        {c: r.calibration for c, r in reports.items()},
+    )

@@ -1,0 +1,111 @@
+"""What the two quantizer plug-ins share: the config object that travels in `config.json`, and the key checks."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from dq.checkpoint import layers_config, prepare_model
+from dq.linear import quantized_linears
+from dq.registry import DQError, suggest
+
+
+class DQMethod(str, Enum):  # noqa: UP042 - diffusers reads `.value`, and both compare with plain strings
+    """The name of the quantization method; an enum because diffusers asks for `.value`."""
+
+    DQ = "dq"
+
+
+class DQConfigBase:
+    """The `quantization_config` of a checkpoint: format version, kinds, layers, recipe and where it came from.
+
+    Args:
+        recipe: name of a recipe (to quantize with) or its dict (read from a checkpoint).
+        fields: the other entries of `dq.checkpoint.layers_config` and `artifact_meta`.
+    """
+
+    def __init__(self, recipe: str | dict | None = None, quant_method: Any = DQMethod.DQ, **fields: Any):
+        self.quant_method = DQMethod(quant_method)
+        self.recipe = recipe
+        self.fields = fields
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
+        config = cls(**config_dict)
+        return (config, kwargs) if return_unused_kwargs else config
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "quant_method": self.quant_method.value,
+            "recipe": copy.deepcopy(self.recipe),
+            **copy.deepcopy(self.fields),
+        }
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return self.to_dict()
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+
+    def __iter__(self):
+        yield from self.to_dict().items()
+
+    def __repr__(self) -> str:
+        return f"DQConfig(recipe={self.name!r}, layers={len(self.fields.get('layers', ()))})"
+
+    @property
+    def name(self) -> str:
+        """Name of the recipe."""
+        return self.recipe.get("name", "") if isinstance(self.recipe, dict) else str(self.recipe or "")
+
+
+def config_fields(model: nn.Module) -> dict[str, Any]:
+    """Everything a checkpoint of this quantized model must say."""
+    return {**layers_config(model), **getattr(model, "dq_artifact", {})}
+
+
+def prepare(model: nn.Module, config: DQConfigBase, pre_quantized: bool, dtype: torch.dtype) -> None:
+    """Swaps empty quantized linears into a model on the meta device.
+
+    Raises:
+        DQError: the checkpoint is not quantized yet, or is newer than this dq.
+    """
+    if not pre_quantized:
+        raise DQError(
+            "quantizing while loading is not available yet: load the 16-bit model, then "
+            f"dq.quantize(model, {config.name or 'fp8'!r})"
+        )
+    prepare_model(model, config.fields, dtype)
+    model.dq_artifact = {k: v for k, v in config.fields.items() if k not in ("format_version", "kinds", "layers")}
+    model.dq_artifact["recipe"] = config.recipe
+
+
+def check_keys(model: nn.Module, loaded: Iterable[str], where: str) -> None:
+    """Refuses a checkpoint that lacks a tensor of a quantized layer or holds one that nobody reads.
+
+    Raises:
+        DQError: naming the first such keys.
+    """
+    loaded = set(loaded)
+    ours = {f"{n}.{k}" for n, layer in quantized_linears(model).items() for k in layer.state_dict()}
+    missing = sorted(ours - loaded)
+    if missing:
+        raise DQError(f"{where} lacks {len(missing)} tensors of quantized layers, e.g. {missing[0]}: it is incomplete")
+    layers = tuple(f"{n}." for n in quantized_linears(model))
+    foreign = sorted(k for k in loaded if k.startswith(layers) and k not in ours)
+    if foreign:
+        raise DQError(f"{where} holds {len(foreign)} unexpected tensors, e.g. {foreign[0]}{suggest(foreign[0], ours)}")
+
+
+def float_buffers(model: nn.Module) -> list[str]:
+    """Names (last path component) of the floating buffers of quantized linears: their dtype is part of the format."""
+    names = set()
+    for layer in quantized_linears(model).values():
+        names |= {k for k, t in layer._buffers.items() if t.is_floating_point()}
+    return sorted(names)

@@ -1,0 +1,109 @@
+"""The diffusers plug-in: `from_pretrained` and `save_pretrained` of quantized models. Imported by dq.pipelines.hook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.quantizers.base import DiffusersQuantizer
+from diffusers.quantizers.quantization_config import QuantizationConfigMixin
+from torch import nn
+
+from dq.checkpoint import finish_model, stored_dtype
+from dq.linear import QuantizedLinear, quantized_linears
+from dq.loop import dequantize_model
+from dq.pipelines.hf_config import DQConfigBase, DQMethod, check_keys, config_fields, float_buffers, prepare
+
+
+class DQDiffusersConfig(DQConfigBase, QuantizationConfigMixin):
+    """`quantization_config` in diffusers' config.json."""
+
+
+class DQDiffusersQuantizer(DiffusersQuantizer):
+    """Loads dq checkpoints: swaps the linears in before loading, keeps every stored dtype, checks keys."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: Any, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        self._loaded: list[str] = []
+        self._dtype = torch.float32
+
+    def update_torch_dtype(self, torch_dtype):
+        self._dtype = torch_dtype or torch.float32
+        return torch_dtype
+
+    def maybe_update_loaded_keys(self, loaded_keys, checkpoint_files):
+        self._loaded = list(loaded_keys)
+        return loaded_keys
+
+    def _process_model_before_weight_loading(self, model, device_map=None, keep_in_fp32_modules=None, **kwargs):
+        prepare(model, self.quantization_config, self.pre_quantized, self._dtype)
+        check_keys(model, self._loaded, "the checkpoint")
+        # diffusers casts every floating tensor to torch_dtype, unless a component of its name is in this list (then it
+        # becomes float32, which holds all our dtypes exactly; `finish_model` narrows it again).
+        for name in float_buffers(model):
+            if keep_in_fp32_modules is not None and name not in keep_in_fp32_modules:
+                keep_in_fp32_modules.append(name)
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        finish_model(model)
+        return model
+
+    def check_if_quantized_param(self, model, param_value, param_name, state_dict, **kwargs) -> bool:
+        parent, _, key = param_name.rpartition(".")
+        layer = model.get_submodule(parent)
+        return isinstance(layer, QuantizedLinear) and key in layer._buffers
+
+    def create_quantized_param(self, model, param_value, param_name, target_device, *args, **kwargs):
+        parent, _, key = param_name.rpartition(".")
+        layer = model.get_submodule(parent)
+        layer._buffers[key] = param_value.to(device=target_device, dtype=stored_dtype(layer, key))
+
+    def check_quantized_param_shape(self, param_name, current_param, loaded_param):
+        raise ValueError(
+            f"{param_name}: shape {tuple(loaded_param.shape)} in the checkpoint, not {tuple(current_param.shape)}"
+        )
+
+    def get_cuda_warm_up_factor(self):
+        return 8
+
+    def _dequantize(self, model):
+        return dequantize_model(model)
+
+    @property
+    def is_serializable(self):
+        return True
+
+    @property
+    def is_trainable(self):
+        return True  # adapters beside the frozen layers train
+
+    @property
+    def is_compileable(self):
+        return True
+
+
+def attach(model: nn.Module) -> None:
+    """Makes a model quantized in memory save and load like one that was loaded quantized."""
+    config = DQDiffusersConfig(**config_fields(model))
+    model.hf_quantizer = DQDiffusersQuantizer(config, pre_quantized=True)
+    model.is_quantized, model.quantization_method = True, DQMethod.DQ
+    model.register_to_config(quantization_config=config)
+
+
+def detach(model: nn.Module) -> None:
+    """Undoes `attach`."""
+    if quantized_linears(model):
+        return
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        model.__dict__.pop(name, None)
+    config = dict(model.config)
+    config.pop("quantization_config", None)
+    model._internal_dict = type(model.config)(config)
+
+
+def register(auto: Any) -> None:
+    """Adds dq to diffusers' two mappings."""
+    auto.AUTO_QUANTIZER_MAPPING["dq"] = DQDiffusersQuantizer
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING["dq"] = DQDiffusersConfig

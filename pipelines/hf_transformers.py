@@ -1,0 +1,85 @@
+"""The transformers plug-in, for text encoders and language models. Imported by dq.pipelines.hook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from dq.checkpoint import finish_model
+from dq.linear import quantized_linears
+from dq.loop import dequantize_model
+from dq.pipelines.hf_config import DQConfigBase, DQMethod, check_keys, config_fields, prepare
+
+
+class DQTransformersConfig(DQConfigBase, QuantizationConfigMixin):
+    """`quantization_config` in transformers' config.json."""
+
+
+class DQTransformersQuantizer(HfQuantizer):
+    """Loads dq checkpoints. transformers keeps each tensor in the dtype of the meta buffer, so ours survive."""
+
+    requires_calibration = False
+
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+        prepare(model, self.quantization_config, self.pre_quantized, model.dtype or torch.float32)
+        files = [f for f in checkpoint_files or () if str(f).endswith(".safetensors")]
+        if files:
+            check_keys(model, _keys(files, model), "the checkpoint")
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        finish_model(model)
+        return model
+
+    def _dequantize(self, model, dtype=None):
+        return dequantize_model(model)
+
+    def is_serializable(self):
+        return True
+
+    @property
+    def is_trainable(self):
+        return True
+
+    @property
+    def is_compileable(self):
+        return True
+
+
+def _keys(files, model: nn.Module) -> list[str]:
+    """Tensor names in the files, with and without the base-model prefix, as the loader accepts both."""
+    names = []
+    for path in files:
+        with safe_open(path, "pt") as file:
+            names += list(file.keys())
+    prefix = f"{model.base_model_prefix}."
+    known = {f"{n}.{k}" for n, layer in quantized_linears(model).items() for k in layer.state_dict()}
+    out = []
+    for name in names:
+        swapped = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+        out.append(swapped if name not in known and swapped in known else name)
+    return out
+
+
+def attach(model: nn.Module) -> None:
+    """Makes a model quantized in memory save and load like one that was loaded quantized."""
+    config = DQTransformersConfig(**config_fields(model))
+    model.config.quantization_config = config
+    model.hf_quantizer = DQTransformersQuantizer(config, pre_quantized=True)
+    model.is_quantized, model.quantization_method = True, DQMethod.DQ
+
+
+def detach(model: nn.Module) -> None:
+    """Undoes `attach`."""
+    if not quantized_linears(model) and getattr(model, "hf_quantizer", None) is not None:
+        model.hf_quantizer.remove_quantization_config(model)
+
+
+def register(auto: Any) -> None:
+    """Adds dq to transformers' two mappings (its own register functions refuse a second call)."""
+    auto.AUTO_QUANTIZER_MAPPING["dq"] = DQTransformersQuantizer
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING["dq"] = DQTransformersConfig
