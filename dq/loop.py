@@ -115,6 +115,7 @@ class _Loop:
     def __init__(self, model, plan: Plan, records, device, prefix, calibration, resume):
         self.model, self.plan, self.records, self.device, self.prefix = model, plan, records, device, prefix
         self.rows, self.remarks = list(plan.rows), list(plan.remarks)
+        self.split: dict[str, str] = {}  # linear -> the one whose input it was thought to share, and does not
         self.folder = ResumeFolder(resume, model, plan, calibration) if resume else None
         blocks = [b for b in plan.blocks() if b]
         order = call_order(model, self._all_blocks(), records[0]) if records and blocks else []
@@ -162,7 +163,6 @@ class _Loop:
     def _collect(self, rows: Sequence[PlanRow], forward: Callable[[int], Any]) -> dict[str, Stat]:
         """Runs all records with hooks on the rows' linears: one `Stat` per shared input, sharing checked on values."""
         stats, handles, current, seen = {}, [], {"stratum": "0/single"}, {}
-        self.split: dict[str, str] = getattr(self, "split", {})
         for members in (i for r in rows for i in r.inputs):
             stats[members[0]] = Stat(self.model.get_submodule(members[0]).in_features, name=members[0])
             for m in members:
