@@ -10,6 +10,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+from hypothesis import settings
+
+# Property tests draw the same examples in every run; what they find is a failure of the code, never of the weather.
+settings.register_profile("dq", derandomize=True, deadline=None, database=None, max_examples=25)
+settings.load_profile("dq")
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("dq", "kernels", "pipelines", "eval")
