@@ -13,7 +13,7 @@ from dq.eval import environment
 from dq.eval.denoiser import Recorder, denoisers
 from dq.eval.generate import Settings, generate
 from dq.eval.images import load_images
-from dq.eval.inspection import describe_layers, open_candidate, resident_bytes
+from dq.eval.inspection import denoiser_bytes, describe_layers, open_candidate
 from dq.eval.judges import Baseline, Judges
 from dq.eval.latents import Drift, Trajectory
 from dq.eval.metrics import Metric
@@ -117,7 +117,7 @@ def _baseline(reference: Any, settings: Settings, records: int, trajectories: in
     return Baseline(
         images=run.images,
         seconds=run.seconds,
-        nbytes=resident_bytes(modules.values()),
+        nbytes=denoiser_bytes(modules.values()),
         trajectory=trajectory,
         calls=recorder.selected(),
         modules=tuple(id(m) for m in modules.values()) if pipe is reference else (),
@@ -138,7 +138,7 @@ def _candidate(
         raise DQError(
             f"{name} shares its denoiser with the reference; quantize works in place: load the reference anew"
         )
-    found = CandidateResult(name, nbytes=resident_bytes(modules.values()))
+    found = CandidateResult(name, nbytes=denoiser_bytes(modules.values()))
     drift = Drift(base.trajectory or Trajectory(0))
     run = generate(pipe, name, settings, (drift,))
     found.seconds = run.seconds

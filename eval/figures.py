@@ -129,9 +129,17 @@ def _curves(salt: str, candidates: list[CandidateResult], curves: list[list[tupl
 
 
 def _log(axes: Any, which: str, values: list[float]) -> None:
-    """Logarithmic axis, unless a value is 0 (an identical candidate)."""
-    if min(values) > 0:
-        (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    """Logarithmic axis with plain numbers, unless a value is 0 (an identical candidate) or all are close together."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if min(values) <= 0 or max(values) < 3 * min(values):
+        return
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    wide = max(values) > 30 * min(values)
+    axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=8))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _axes(salt: str, height: float = 3.3, width: float = 4.5) -> tuple[Any, Any]:

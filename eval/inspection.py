@@ -12,6 +12,7 @@ from torch import nn
 
 from dq.eval.result import clean
 from dq.linear import layer_info
+from dq.loop import model_bytes
 from dq.registry import DQError
 
 
@@ -25,15 +26,9 @@ def open_candidate(value: Any, name: str) -> tuple[Any, Any]:
     return pipe, report
 
 
-def resident_bytes(modules: Iterable[nn.Module]) -> int:
-    """Return the bytes that parameters and buffers occupy, shared storage counted once."""
-    seen: dict[tuple, int] = {}
-    for module in modules:
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if tensor.device.type != "meta" and tensor.numel():
-                key = (tensor.device, tensor.untyped_storage().data_ptr())
-                seen[key] = max(seen.get(key, 0), min(tensor.nbytes, tensor.untyped_storage().nbytes()))
-    return sum(seen.values())
+def denoiser_bytes(modules: Iterable[nn.Module]) -> int:
+    """Return the bytes of all parameters and buffers; 32-bit parameters count as the 16 bits they are shipped in."""
+    return sum(model_bytes(module) for module in modules)
 
 
 def describe_layers(modules: Mapping[str, nn.Module]) -> list[dict[str, Any]]:

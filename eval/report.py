@@ -129,7 +129,10 @@ def _cost(result: EvalResult) -> str:
         share = f"{100 * c.nbytes / whole:.0f} %" if whole else "–"
         cells = [f"{c.nbytes / 1e6:.1f}", share, _seconds(c.quantize_seconds), _seconds(c.seconds / n), _kernels(c)]
         rows.append([_name(result, i), escape(c.recipe) or "–", *cells])
-    note = "Resident bytes of parameters and buffers of the denoiser; time of whole pipeline calls on this machine."
+    note = (
+        "Bytes of the denoiser's parameters and buffers, 32-bit parameters counted as 16 bits; time of whole pipeline "
+        "calls on this machine."
+    )
     return f'<div class="card">{table(head, rows, {2, 3, 4, 5})}<small>{note}</small></div>'
 
 

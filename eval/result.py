@@ -54,7 +54,7 @@ class CandidateResult:
 
     scores: model-error and latent-error first, then the metrics. latent_curve: error per step (mean over prompts).
     model_errors: [{component, prompt, step, error}] on the reference's own inputs. layers: one dict per quantized
-    layer (fields of `dq.linear.layer_info`). nbytes: resident bytes of the denoisers.
+    layer (fields of `dq.linear.layer_info`). nbytes: of all denoiser tensors.
     """
 
     name: str
