@@ -74,7 +74,9 @@ def check_finite(x: Tensor, what: str) -> None:
 
 def _amax(x: Tensor) -> Tensor:
     """max |x| over the last axis, kept; 0 for an empty axis."""
-    return x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
+    if not x.shape[-1]:
+        return x.new_zeros(*x.shape[:-1], 1)
+    return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))  # no copy of |x|
 
 
 def _grouped(x: Tensor, spec: QuantSpec) -> Tensor:
@@ -82,7 +84,10 @@ def _grouped(x: Tensor, spec: QuantSpec) -> Tensor:
     if not spec.group_size:
         return x[:, None, :]
     groups = spec.groups(x.shape[1])
-    return torch.nn.functional.pad(x, (0, groups * spec.group_size - x.shape[1])).unflatten(1, (groups, -1))
+    missing = groups * spec.group_size - x.shape[1]
+    if missing:
+        x = torch.nn.functional.pad(x, (0, missing))
+    return x.unflatten(1, (groups, spec.group_size))
 
 
 def choose_scale(x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

@@ -19,7 +19,7 @@ ROWS = (
     ("checkpoint", "resume"),
     ("loop",),
     ("eval", "pipelines"),
-    ("cli", "__init__"),
+    ("cli", "showcase", "catalogue", "__init__"),
 )
 ROW = {name: i for i, names in enumerate(ROWS) for name in names}
 

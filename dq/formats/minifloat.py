@@ -28,9 +28,9 @@ def round_e2m1(x: Tensor) -> Tensor:
     Steps are .5 below 2, 1 below 4, 2 above. Rounding at the step of |x| itself is right at the seams too: a value that
     rounds up lands on the first number of the next binade.
     """
-    a = x.abs().clamp(max=6.0)
-    step = torch.where(a < 2.0, 0.5, torch.where(a < 4.0, 1.0, 2.0))
-    return torch.copysign(torch.round(a / step) * step, x)
+    a = x.abs().clamp_(max=6.0)
+    step = (a >= 2.0).to(a.dtype).add_(a >= 4.0).sub_(1.0).exp2_()
+    return a.div_(step).round_().mul_(step).copysign_(x)
 
 
 def _encode_e2m1(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dq.qtensor import fake_quantize, quantize
+from dq.qtensor import fake_quantize
 from dq.registry import DQError, Registry
 from dq.spec import QuantSpec
 from dq.stats import Stat
@@ -142,5 +142,5 @@ def fake(x: Tensor, spec: QuantSpec | None) -> Tensor:
 
 
 def round_weight(w: Tensor, spec: QuantSpec) -> Tensor:
-    """RTN there and back, in the dtype of w."""
-    return quantize(w, spec).dequantize().to(w)
+    """RTN there and back, in the dtype of w; `fake_quantize` gives what `quantize(w).dequantize()` gives."""
+    return fake_quantize(w, spec).to(w)

@@ -35,6 +35,21 @@ def svd_factors(w: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return up.to(w.dtype), down.to(w.dtype)
 
 
+def sketch_factors(w: Tensor, rank: int, iterations: int = 2) -> tuple[Tensor, Tensor]:
+    """`svd_factors` by subspace iteration from a fixed start: close to the best approximation and many times cheaper.
+
+    For searches, which only compare candidates. Source: Halko, Martinsson, Tropp (SIAM Review 2011), algorithm 4.4.
+    """
+    rank = min(rank, *w.shape)
+    start = torch.randn(w.shape[1], min(rank + 8, *w.shape), generator=torch.Generator().manual_seed(0))
+    basis = start.to(w)
+    for _ in range(iterations):
+        basis = torch.linalg.qr(w.T @ torch.linalg.qr(w @ basis).Q).Q
+    u, s, v = torch.linalg.svd(w @ basis, full_matrices=False)
+    root = s[:rank].sqrt()
+    return u[:, :rank] * root, root[:, None] * (v[:rank] @ basis.T)
+
+
 def _objective(state: GroupState, names: tuple[str, ...]):
     """(low, quantized residual) -> squared output error on calibration rows, or squared weight error without them."""
     w = torch.cat([state.weights[n] for n in names])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dq.transforms import TRANSFORMS, GroupState, Step, Transform, fake, round_weight
-from dq.transforms.lowrank import svd_factors
+from dq.transforms.lowrank import sketch_factors
 
 # 11 candidates stand for the 39 of the source: alpha in steps that still tell neighbours apart, beta = 0 or 1 - alpha.
 GRID = ((0.0, 0.0), *((a, b) for a in (0.2, 0.35, 0.5, 0.65, 0.8) for b in (0.0, 1.0 - a)))
@@ -34,7 +34,7 @@ def _error(state: GroupState, lam: Tensor, limit: int) -> float:
         xs, ws = x / lam, w * lam
         low = torch.zeros_like(ws)
         if state.rank:
-            up, down = svd_factors(ws, state.rank)
+            up, down = sketch_factors(ws, state.rank)
             low = up @ down
         y = fake(xs, state.act_spec) @ round_weight(ws - low, state.weight_spec).T + xs @ low.T
         total += float((y - x @ w.T).square().sum())
