@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -119,11 +119,16 @@ class QuantizedLinear(nn.Linear):
             layer.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
         return layer
 
+    # Attributes that `.weight` carries: a loader that marks what it need not initialise finds its mark on it.
+    weight_marks: ClassVar[dict[str, Any]] = {}
+
     @property
     def weight(self) -> Tensor:
-        return torch.empty(1, dtype=self.compute_dtype, device=self.qweight.device).expand(
-            self.out_features, self.in_features
-        )
+        empty = torch.empty(1, dtype=self.compute_dtype, device=self.qweight.device)
+        weight = empty.expand(self.out_features, self.in_features)
+        for name, value in self.weight_marks.items():
+            setattr(weight, name, value)
+        return weight
 
     @property
     def qtensor(self) -> QTensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterable
 from enum import Enum
 from typing import Any
@@ -86,21 +87,40 @@ def prepare(model: nn.Module, config: DQConfigBase, pre_quantized: bool, dtype: 
     model.dq_artifact["recipe"] = config.recipe
 
 
-def check_keys(model: nn.Module, loaded: Iterable[str], where: str) -> None:
-    """Refuses a checkpoint that lacks a tensor of a quantized layer or holds one that nobody reads.
+def check_keys(model: nn.Module, loaded: Iterable[str]) -> None:
+    """Refuses a checkpoint that lacks a tensor of the model or holds one that nobody reads.
+
+    Tied tensors are stored once: it is enough that one of their names is there.
 
     Raises:
         DQError: naming the first such keys.
     """
-    loaded = set(loaded)
-    ours = {f"{n}.{k}" for n, layer in quantized_linears(model).items() for k in layer.state_dict()}
-    missing = sorted(ours - loaded)
+    loaded, state, tied = set(loaded), set(model.state_dict()), _tied_names(model)
+    missing = sorted(k for k in state - loaded if not tied.get(k, set()) & loaded)
+    missing = _not_ignored(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
     if missing:
-        raise DQError(f"{where} lacks {len(missing)} tensors of quantized layers, e.g. {missing[0]}: it is incomplete")
-    layers = tuple(f"{n}." for n in quantized_linears(model))
-    foreign = sorted(k for k in loaded if k.startswith(layers) and k not in ours)
-    if foreign:
-        raise DQError(f"{where} holds {len(foreign)} unexpected tensors, e.g. {foreign[0]}{suggest(foreign[0], ours)}")
+        raise DQError(f"the checkpoint lacks {len(missing)} tensors, e.g. {missing[0]}: it is incomplete")
+    unexpected = _not_ignored(sorted(loaded - state), getattr(model, "_keys_to_ignore_on_load_unexpected", None))
+    if unexpected:
+        near = suggest(unexpected[0], state)
+        raise DQError(f"the checkpoint holds {len(unexpected)} unexpected tensors, e.g. {unexpected[0]}{near}")
+
+
+def _not_ignored(keys: list[str], patterns: Iterable[str] | None) -> list[str]:
+    """Without the keys that the model's class declares to be no loss."""
+    return [k for k in keys if not any(re.search(p, k) for p in patterns or ())]
+
+
+def _tied_names(model: nn.Module) -> dict[str, set[str]]:
+    """key -> the keys of the same tensor: the same object, or declared by transformers and tied after loading."""
+    groups: dict[Any, set[str]] = {}
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(tensor), set()).add(key)
+    tied = {key: group for group in groups.values() for key in group}
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        union = tied.get(target, {target}) | tied.get(source, {source})
+        tied |= {key: union for key in union}
+    return tied
 
 
 def float_buffers(model: nn.Module) -> list[str]:

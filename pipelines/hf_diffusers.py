@@ -39,7 +39,7 @@ class DQDiffusersQuantizer(DiffusersQuantizer):
 
     def _process_model_before_weight_loading(self, model, device_map=None, keep_in_fp32_modules=None, **kwargs):
         prepare(model, self.quantization_config, self.pre_quantized, self._dtype)
-        check_keys(model, self._loaded, "the checkpoint")
+        check_keys(model, self._loaded)
         # diffusers casts every floating tensor to torch_dtype, unless a component of its name is in this list (then it
         # becomes float32, which holds all our dtypes exactly; `finish_model` narrows it again).
         for name in float_buffers(model):

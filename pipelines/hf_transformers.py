@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -29,9 +30,14 @@ class DQTransformersQuantizer(HfQuantizer):
         prepare(model, self.quantization_config, self.pre_quantized, model.dtype or torch.float32)
         files = [f for f in checkpoint_files or () if str(f).endswith(".safetensors")]
         if files:
-            check_keys(model, _keys(files, model), "the checkpoint")
+            check_keys(model, _keys(files, model))
+        # transformers initialises weights that it did not load, module by module and from parents; ours hold no data.
+        for layer in quantized_linears(model).values():
+            layer._is_hf_initialized, layer.weight_marks = True, {"_is_hf_initialized": True}
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        for layer in quantized_linears(model).values():
+            layer.__dict__.pop("weight_marks", None)
         finish_model(model)
         return model
 
@@ -51,17 +57,19 @@ class DQTransformersQuantizer(HfQuantizer):
 
 
 def _keys(files, model: nn.Module) -> list[str]:
-    """Tensor names in the files, with and without the base-model prefix, as the loader accepts both."""
-    names = []
+    """Names of the model's tensors that the files hold: renamed, and the base-model prefix added or dropped, as the
+    loader does it."""
+    names, state = [], set(model.state_dict())
+    prefix, renamings = f"{model.base_model_prefix}.", get_model_conversion_mapping(model)
     for path in files:
         with safe_open(path, "pt") as file:
             names += list(file.keys())
-    prefix = f"{model.base_model_prefix}."
-    known = {f"{n}.{k}" for n, layer in quantized_linears(model).items() for k in layer.state_dict()}
     out = []
     for name in names:
+        for renaming in renamings:
+            name = renaming.rename_source_key(name)[0]
         swapped = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
-        out.append(swapped if name not in known and swapped in known else name)
+        out.append(swapped if name not in state and swapped in state else name)
     return out
 
 
