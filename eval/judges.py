@@ -58,13 +58,13 @@ class Judges:
         for call, error in zip(base.calls, errors, strict=True):
             where = {"component": call.component, "prompt": call.prompt, "step": call.step}
             found.model_errors.append({**where, "error": error})
-        return self._mean(Score("model-error", digits=5), errors)
+        return self._mean(Score("model-error"), errors)
 
     def latent(self, found: CandidateResult, pipe: Any, drift: Drift, base: Baseline) -> Score:
         found.latent_curve = drift.curve()
         errors = drift.final()
         if errors:
-            return self._mean(Score("latent-error", digits=5), errors)
+            return self._mean(Score("latent-error"), errors)
         known = accepted(pipe)
         if base.reason is None and known is not None and "callback_on_step_end" not in known:
             return Score("latent-error", reason=f"{type(pipe).__name__} takes no callback_on_step_end")

@@ -26,7 +26,7 @@ class Score:
     name: str
     kind: str = "paired"
     higher_is_better: bool = False
-    digits: int = 4
+    digits: int | None = None  # decimals; None for three significant digits
     value: float | None = None
     low: float | None = None
     high: float | None = None
@@ -40,11 +40,11 @@ class Score:
         return "↑" if self.higher_is_better else "↓"
 
     def text(self, value: float | None) -> str:
-        """Format a value of this metric; small ones in scientific notation."""
+        """Format a value of this metric."""
         if value is None:
             return "–"
-        if value != 0 and abs(value) < 10.0 ** (1 - self.digits):
-            return f"{value:.2e}"
+        if self.digits is None:
+            return f"{value:#.3g}" if value else "0"
         return f"{value:.{self.digits}f}"
 
 

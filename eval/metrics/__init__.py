@@ -21,7 +21,7 @@ class Metric:
     name = ""
     kind = "paired"
     higher_is_better = False
-    digits = 4
+    digits: int | None = None  # decimals shown; None for three significant digits
 
     def available(self) -> str | None:
         """Return None if the metric can run here, else one line that says why not. Never downloads anything."""

@@ -30,7 +30,6 @@ class FID(FrechetMetric):
 
     name = "fid"
     dimension = 2048
-    digits = 3
 
     def __init__(self, weights: str | os.PathLike | None = None):
         self.weights = weights

@@ -21,6 +21,7 @@ class SSIM(Metric):
 
     name = "ssim"
     higher_is_better = True
+    digits = 4
 
     def available(self) -> str | None:
         if importlib.util.find_spec("torchmetrics") is None:

@@ -35,7 +35,7 @@ def _candidate(name, n, error):
     values = [error * (1 + 0.1 * (i % 3)) for i in range(n)]
     mean = sum(values) / n
     scores = {
-        "model-error": Score("model-error", value=mean, low=0.9 * mean, high=1.1 * mean, n=n, digits=5),
+        "model-error": Score("model-error", value=mean, low=0.9 * mean, high=1.1 * mean, n=n),
         "psnr": Score("psnr", higher_is_better=True, value=30.0, low=29.0, high=31.0, n=n, digits=2, values=[30.0] * n),
         "lpips": Score("lpips", reason="weight file not found"),
     }
