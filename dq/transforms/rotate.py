@@ -1,8 +1,8 @@
 """Grouped regular-Hadamard rotation: `x' = x (I kron H)`, `W' = W (I kron H)`.
 
 `H4 = [[1,1,1,-1],[1,1,-1,1],[1,-1,1,1],[-1,1,1,1]] / 2`, `H_{4^k} = H4 kron ... kron H4`: symmetric, orthogonal, so its
-own inverse, and all column sums are +sqrt(n), so a constant row is not gathered into one coordinate as Sylvester's
-matrix does. Source: ConvRot (grouped regular Hadamard, default group 256).
+own inverse, and all columns of the +-1 matrix sqrt(n) H sum to +sqrt(n), so a constant row is not gathered into one
+coordinate as Sylvester's matrix does. Source: ConvRot (grouped regular Hadamard, default group 256).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ rows = st.lists(numbers, min_size=1, max_size=40)
 
 
 def grid(fmt):
-    """Every value that `encode` may produce, sorted. Codes outside [min, max] (a -8 of other tools, NaN) are left out."""
+    """Every value that `encode` may produce, sorted; codes outside [min, max] (a -8 of other tools, NaN) left out."""
     values = fmt.decode(torch.arange(2**fmt.bits, dtype=torch.uint8).view(fmt.dtype))
     values = values[torch.isfinite(values) & (values >= fmt.min) & (values <= fmt.max)]
     return values.unique()  # -0 and 0 are one value

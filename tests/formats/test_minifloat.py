@@ -120,7 +120,7 @@ def test_nvfp4_two_levels(name):
 
 
 def test_nvfp4_small_block():
-    """V2d: a small block beside a large one; its scale is 6.5 of [448, 6.5333] with a second level, subnormal without."""
+    """V2d: a small block beside a large one: scale 6.5 (6.5333 rounded) with a second level, subnormal without."""
     x = torch.tensor([BLOCK16 + SMALL16])
     q = quantize(x, QuantSpec.parse("nvfp4"))
     assert q.global_scale.item() == pytest.approx(8.928571e-4, rel=1e-6)
