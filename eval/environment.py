@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("dq-quant", "torch", "diffusers", "transformers", "triton", "torchmetrics", "lpips", "stlpips-pytorch")
+from dq.version import VERSION
+
+PACKAGES = ("torch", "diffusers", "transformers", "triton", "torchmetrics", "lpips", "stlpips-pytorch")
 
 
 def describe(device: torch.device | None = None) -> dict[str, Any]:
     """Return date (UTC), Python, package versions, device name and CPU threads."""
-    versions = {}
+    versions = {"dq": VERSION}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

@@ -107,21 +107,22 @@ class EvalResult:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "images"}
         return clean({"version": 1, "ranking": self.ranking(), **fields})
 
-    def table(self) -> str:
-        """Return an aligned text table: one row per candidate, `value [low, high]` per score, then what did not run."""
-        names = [n for n in self.score_names() if n not in self.unavailable]
-        first = self.candidates[0].scores if self.candidates else {}
-        head = ["candidate", "rank", *[f"{n} {first[n].arrow} (N={first[n].n})" for n in names], "MB", "s/image"]
+    def table(self, width: int = 120) -> str:
+        """Return an aligned text table, `value [low, high]` per score, then one line per metric that did not run.
+
+        Columns that do not fit into `width` characters continue in a second block with the names repeated.
+        """
         ranking = self.ranking()
-        cost = self._cost(self.reference_nbytes, self.reference_seconds)
-        rows = [head, ["reference", *[""] * (len(names) + 1), *cost]]
-        for c in self.candidates:
-            cells = [_cell(c.scores[n]) for n in names]
-            rows.append([c.name, str(ranking.index(c.name) + 1), *cells, *self._cost(c.nbytes, c.seconds)])
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * w for w in widths))
-        return "\n".join(lines + self.remarks())
+        names = ["candidate", "reference", *[c.name for c in self.candidates]]
+        columns = [["rank", "", *[str(ranking.index(c.name) + 1) for c in self.candidates]]]
+        for name in self.score_names():
+            if name not in self.unavailable:
+                scores = [c.scores[name] for c in self.candidates]
+                columns.append([f"{name} {scores[0].arrow} N={scores[0].n}", "", *[_cell(s) for s in scores]])
+        costs = [self._cost(self.reference_nbytes, self.reference_seconds)]
+        costs += [self._cost(c.nbytes, c.seconds) for c in self.candidates]
+        columns += [["MB", *[mb for mb, _ in costs]], ["s/image", *[seconds for _, seconds in costs]]]
+        return "\n".join([*_blocks(names, columns, width), *self.remarks()])
 
     def remarks(self) -> list[str]:
         """Return one line per metric that did not run and per note."""
@@ -144,13 +145,30 @@ class EvalResult:
             return path
         raise DQError(f"cannot save as {path.suffix or path.name!r}: use .html or .json")
 
-    def _cost(self, nbytes: int, seconds: float) -> list[str]:
+    def _cost(self, nbytes: int, seconds: float) -> tuple[str, str]:
         per_image = f"{seconds / max(len(self.prompts), 1):.2f}" if seconds else "–"
-        return [f"{nbytes / 1e6:.1f}" if nbytes else "–", per_image]
+        return f"{nbytes / 1e6:.1f}" if nbytes else "–", per_image
 
 
 def _key(score: Score) -> float:
     return -score.value if score.higher_is_better else score.value
+
+
+def _blocks(names: list[str], columns: list[list[str]], width: int) -> list[str]:
+    """Lay columns (heading first) beside `names`, in as many blocks as `width` asks for."""
+    lines: list[str] = []
+    while columns:
+        block = [names, columns.pop(0)]
+        while columns and sum(_width(c) + 2 for c in [*block, columns[0]]) <= width + 2:
+            block.append(columns.pop(0))
+        rows = ["  ".join(c[i].ljust(_width(c)) for c in block).rstrip() for i in range(len(names))]
+        rows.insert(1, "  ".join("-" * _width(c) for c in block))
+        lines += [*rows, ""]
+    return lines
+
+
+def _width(column: list[str]) -> int:
+    return max(len(cell) for cell in column)
 
 
 def _cell(score: Score) -> str:

@@ -64,8 +64,10 @@ def test_counts_costs_and_reports(result):
 
 def test_table_and_json(result, tmp_path):
     lines = result.table().splitlines()
-    assert len(lines[1]) >= len(lines[0]) and "model-error ↓ (N=8)" in lines[0]
-    assert any(line.startswith("big") for line in lines)
+    assert len(lines[1]) >= len(lines[0]) and "model-error ↓ N=8" in lines[0]
+    assert max(len(line) for line in lines if "not run" not in line) <= 120
+    assert sum(line.startswith("big ") for line in lines) == 2
+    assert sum(line.startswith("big ") for line in result.table(width=400).splitlines()) == 1
     data = json.loads(result.save(tmp_path / "sub" / "r.json").read_text(), parse_constant=pytest.fail)
     assert data["ranking"][0] == "same" and data["candidates"][0]["scores"]["psnr"]["n"] == 5
     assert "images" not in data and data["settings"]["num_inference_steps"] == 3
