@@ -15,7 +15,7 @@ from tqdm import tqdm
 from dq.checkpoint import artifact_meta
 from dq.linear import LayerInfo, QuantizedLinear, layer_info, quantized_linears
 from dq.ops import reference_qlinear
-from dq.planning import Plan, PlanRow
+from dq.planning import Plan, PlanRow, model_bytes
 from dq.qtensor import check_finite
 from dq.records import Record
 from dq.registry import DQError
@@ -59,12 +59,6 @@ class QuantizeReport:
         )
 
 
-def model_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers; 32-bit parameters count as the 16 bits they would be shipped in."""
-    params = sum(p.numel() * min(p.element_size(), 2) for p in model.parameters())
-    return params + sum(b.numel() * b.element_size() for b in model.buffers())
-
-
 def quantize_model(
     model: nn.Module,
     plan: Plan,
@@ -76,7 +70,7 @@ def quantize_model(
     calibration: dict[str, Any] | None = None,
     progress: Callable[..., Any] = tqdm,
 ) -> QuantizeReport:
-    """Quantizes `model` in place as planned.
+    """Quantizes `model` in place as planned: all of it, or, when anything goes wrong on the way, nothing.
 
     Args:
         records: calibration calls of the model; may be empty for data-free recipes.
@@ -97,16 +91,28 @@ def quantize_model(
     if prefix not in ("fp", "quantized"):
         raise DQError(f"prefix must be 'fp' or 'quantized', got {prefix!r}")
     start, before = time.perf_counter(), model_bytes(model)
+    check_weights(model, plan)
     loop = _Loop(model, plan, list(records), device, prefix, calibration or {}, resume)
-    with torch.no_grad(), progress(total=len(loop.schedule), desc=plan.recipe.name, unit="block") as bar:
-        for block in loop.schedule:
-            loop.run(block)
-            bar.update(1)
+    with torch.no_grad(), progress(total=loop.steps, desc=plan.recipe.name, unit="step") as bar:
+        loop.run_all(bar.update)
     model.dq_artifact = artifact_meta(model, plan, calibration or {})
     seconds, plan = time.perf_counter() - start, replace(plan, rows=tuple(loop.rows), remarks=tuple(loop.remarks))
     return QuantizeReport(
         plan.recipe.name, seconds, layer_info(model), before, model_bytes(model), plan, calibration or {}
     )
+
+
+def check_weights(model: nn.Module, plan: Plan) -> None:
+    """Before anything runs: every weight to be quantized is there and finite.
+
+    Raises:
+        DQError: naming the first that is not.
+    """
+    for name in (m for row in plan.quantized for m in row.members):
+        weight = model.get_submodule(name).weight
+        if weight.is_meta:
+            raise DQError(f"{name}.weight holds no data (offloaded, or not loaded yet): quantize before offloading")
+        check_finite(weight, f"{name}.weight")
 
 
 class _Loop:
@@ -124,21 +130,35 @@ class _Loop:
         self.replay = Replay(model, order, records, plan.family.keep_outputs)
         # Without an order (or without records) the whole model is one unit, still quantized block by block.
         self.schedule = (order or blocks) + ([""] if any(r.block == "" for r in plan.quantized) else [])
-        self.whole: dict[str, Stat] | None = None
-        if records and (not order or "" in self.schedule):
-            outside = [r for r in plan.quantized if not order or r.block == ""]
-            self.whole = self._collect(
-                outside, lambda i: call(model, records[i].args, records[i].kwargs, device_of(model))
-            )
+        self.observe = bool(records) and (not order or "" in self.schedule)
+        self.whole: dict[str, Stat] = {}
+        # Finished layers wait on the CPU and are swapped in at the very end.
+        self.done: dict[str, QuantizedLinear] = {}
+
+    @property
+    def steps(self) -> int:
+        """Rows to quantize plus model or block runs of calibration: the units of the progress bar."""
+        return len(self.plan.quantized) + len(self.records) * (len(self.replay.order) + self.observe)
+
+    def run_all(self, tick: Callable[[int], Any]) -> None:
+        """Runs every block, then puts the finished layers into the model."""
+        self.tick = tick
+        if self.observe:
+            outside = [r for r in self.plan.quantized if not self.replay.order or r.block == ""]
+            self.whole = self._collect(outside, self._call)
+        for block in self.schedule:
+            self.run(block)
+        while self.done:
+            self._swap(dict([self.done.popitem()]))
 
     def _all_blocks(self) -> list[str]:
         return [n for n, _ in self.model.named_modules() if n and self.plan.family.block_of(n) == n]
 
     def run(self, block: str) -> None:
-        """Collects the block's statistics, quantizes its rows and swaps them in."""
+        """Collects the block's statistics and quantizes its rows."""
         rows = [r for r in self.plan.quantized if r.block == block]
         done = self.folder.load(block) if self.folder else None
-        stats: dict[str, Stat] = self.whole or {}
+        stats = self.whole
         replayed = self.replay.order and block and self.records
         if replayed:
             stats = self._collect(() if done is not None else rows, lambda i: self._step(block, i))
@@ -147,15 +167,28 @@ class _Loop:
             for row in rows:
                 for part in self._verified(row, stats):
                     done |= quantize_row(self.model, part, stats, self.device)
+                self.tick(1)
             if self.folder:
                 self.folder.save(block, done)
-        for name, layer in done.items():
-            old = self.model.get_submodule(name)
-            layer.train(old.training)
-            self.model.set_submodule(name, layer.to(old.weight.device))
+        else:
+            self.tick(len(rows))
+        self.done |= {name: layer.to("cpu") for name, layer in done.items()}
         if replayed and self.prefix == "quantized":
+            originals = self._swap(done)
             for i in range(len(self.records)):
                 self._step(block, i)
+            self._swap(originals)
+
+    def _swap(self, layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        """Puts layers into the model, on the device and in the mode of those they replace; returns the latter."""
+        replaced = {}
+        for name, layer in layers.items():
+            old = replaced[name] = self.model.get_submodule(name)
+            self.model.set_submodule(name, layer.to(old.weight.device).train(old.training))
+        return replaced
+
+    def _call(self, index: int) -> None:
+        call(self.model, self.records[index].args, self.records[index].kwargs, device_of(self.model))
 
     def _step(self, block: str, index: int) -> None:
         self.replay.advance(block, index, self.replay.inputs(block, index))
@@ -172,6 +205,7 @@ class _Loop:
                 current["stratum"] = record.stratum(BINS)
                 seen.clear()
                 forward(i)
+                self.tick(1)
         finally:
             for h in handles:
                 h.remove()

@@ -118,8 +118,10 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Rough peak memory beside the records: the model, and the largest group in float32 working copies."""
-        return self.bytes_before + 6 * 4 * max((r.elements for r in self.quantized), default=0)
+        """Rough peak memory beside the records: the 16-bit model, the finished layers (on the CPU until all are done),
+        and the largest group in float32 working copies."""
+        finished = sum(r.nbytes for r in self.quantized)
+        return self.bytes_before + finished + 6 * 4 * max((r.elements for r in self.quantized), default=0)
 
     def blocks(self) -> list[str]:
         """Names of the blocks with something to quantize, "" (outside all blocks) last."""
@@ -172,6 +174,12 @@ def _size(n: float) -> str:
     return f"{n:.3g} GB"
 
 
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers; 32-bit parameters count as the 16 bits they would be shipped in."""
+    params = sum(p.numel() * min(p.element_size(), 2) for p in model.parameters())
+    return params + sum(b.numel() * b.element_size() for b in model.buffers())
+
+
 def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) -> Plan:
     """What `recipe` will do to `model`.
 
@@ -188,7 +196,8 @@ def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) 
     linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
     _check_patterns(linears, skip, recipe)
     family = find_family(model)
-    targets = {n: _target(n, m, recipe, family, skip) for n, m in linears.items()}
+    tied = tied_names(model)
+    targets = {n: _target(n, m, recipe, family, skip, tied.get(f"{n}.weight", "")) for n, m in linears.items()}
     if not any(t for t, _ in targets.values()):
         reasons = Counter(why for _, why in targets.values()).most_common(3)
         raise DQError(
@@ -197,8 +206,7 @@ def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) 
             + f". For tiny models lower the bound: recipe.with_(min_features=16) (now {recipe.min_features})."
         )
     rows = _rows(linears, targets, family)
-    counted = {id(m.weight) for m in linears.values()}
-    other = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in counted)
+    other = model_bytes(model) - sum(2 * m.weight.numel() for m in linears.values())
     return Plan(name, recipe, family, rows, other)
 
 
@@ -211,10 +219,20 @@ def _check_patterns(linears: dict[str, nn.Linear], skip: Sequence[str], recipe: 
             raise DQError(f"skip pattern {pattern!r} matches no linear{suggest(pattern, leaves)}")
 
 
-def _target(name: str, module: nn.Linear, recipe: Recipe, family: Family, skip) -> tuple[Target | None, str]:
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """parameter -> another name of the same parameter; quantizing under one name would untie the other."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {n: next(o for o in group if o != n) for group in names.values() if len(group) > 1 for n in group}
+
+
+def _target(name: str, module: nn.Linear, recipe: Recipe, family: Family, skip, tied) -> tuple[Target | None, str]:
     """The target of one linear, or None and the reason why it stays in 16 bits."""
     if any(matches(name, p) for p in skip):
         return None, "skipped by the caller"
+    if tied:
+        return None, f"tied to {tied.removesuffix('.weight')}"
     rule = next((r for r in recipe.rules if matches(name, r.match)), None)
     if rule is not None:
         return rule.target, rule.reason if rule.target is None else ""

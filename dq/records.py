@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections import Counter
 from collections.abc import Callable
@@ -67,6 +68,15 @@ def tensors(tree: Any) -> list[Tensor]:
 def to_cpu(tree: Any) -> Any:
     """Detached copies on the CPU (copies, so that later in-place edits by a pipeline do not reach the record)."""
     return map_tensors(tree, lambda t: t.detach().to("cpu", copy=True))
+
+
+def digest(records: list[Record]) -> str:
+    """SHA-256 over every tensor of the records: tells whether a resumed or repeated run saw the same data."""
+    total = hashlib.sha256()
+    for t in tensors([(r.args, r.kwargs) for r in records]):
+        total.update(f"{tuple(t.shape)} {t.dtype}".encode())
+        total.update(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 @dataclass

@@ -11,12 +11,12 @@ from torch import nn
 from tqdm import tqdm
 
 from dq.linear import quantized_linears
-from dq.loop import QuantizeReport, dequantize_model, quantize_model
+from dq.loop import QuantizeReport, check_weights, dequantize_model, quantize_model
 from dq.ops import MODES
 from dq.pipelines.calibration import DENOISERS, Prompts
 from dq.planning import Plan, make_plan
 from dq.recipe import Recipe
-from dq.records import Record
+from dq.records import Record, digest
 from dq.registry import DQError, suggest
 
 
@@ -108,6 +108,8 @@ def quantize(
     plans = _plans(models, recipe, skip)
     if activations is not None and activations not in MODES:
         raise DQError(f"unknown activations mode {activations!r}{suggest(activations, MODES)}")
+    for name, model in models.items():  # before calibration, which would only report the NaN that a bad weight causes
+        check_weights(model, plans[name])
     bar = progress if callable(progress) else (tqdm if progress else _silent)
     records = _calibrate(obj, models, calibration, bar)
     reports = {}
@@ -139,7 +141,7 @@ def _calibrate(obj: Any, models: dict[str, nn.Module], calibration: Any, bar: An
     found = [_record(r) for r in _iterate(calibration)]
     if not found:
         raise DQError("calibration is empty: it gave no record; pass dq.Prompts([...]), records, or None")
-    described = {"records": len(found)}
+    described = {"records": len(found), "sha256": digest(found)}
     return {next(iter(models)): (found, described)}
 
 

@@ -119,7 +119,7 @@ def _tied_names(model: nn.Module) -> dict[str, set[str]]:
     tied = {key: group for group in groups.values() for key in group}
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         union = tied.get(target, {target}) | tied.get(source, {source})
-        tied |= {key: union for key in union}
+        tied |= dict.fromkeys(union, union)
     return tied
 
 

@@ -1,9 +1,12 @@
 """Fixtures that more than one test file uses, and the settings that make runs repeatable."""
 
 import ast
+import importlib.util
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 # No test reaches a network. Set before diffusers or transformers is imported, which read it once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -72,6 +75,16 @@ def root() -> Path:
 def sources() -> list[Source]:
     """Every Python file of dq/, kernels/, pipelines/ and eval/."""
     return [read_source(p) for folder in FOLDERS for p in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@pytest.fixture(scope="session")
+def tiny() -> ModuleType:
+    """The builders of tests/tiny.py. Loaded by path: with tests/ on sys.path its folders would hide real packages."""
+    spec = importlib.util.spec_from_file_location("dq_tests_tiny", ROOT / "tests" / "tiny.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # so that what it defines can be pickled
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(autouse=True)

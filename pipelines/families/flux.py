@@ -1,8 +1,8 @@
 """FLUX.1 (diffusers `FluxTransformer2DModel`, dev, schnell, Kontext, Fill): double and single blocks.
 
 Single blocks feed one normalised input to q, k, v and proj_mlp; their proj_out reads [attention | GELU(mlp)], two
-parts with their own smoothing factors. q, k, v share the low-rank down factor, proj_mlp keeps its own. to_out.0 and to_add_out
-have different inputs but one channel basis (the heads of joint attention), so they share smoothing factors.
+parts with their own smoothing factors. q, k, v share the low-rank down factor, proj_mlp keeps its own. to_out.0 and
+to_add_out have different inputs but one channel basis (the heads of joint attention), so they share smoothing factors.
 Source: the groups of SVDQuant's reference implementation for FLUX.1.
 """
 
