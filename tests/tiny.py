@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,25 @@ def recipe(name: str, **changes: Any):
     import dq
 
     return dq.Recipe.load(name).with_(min_features=16, **changes)
+
+
+def layer(
+    recipe_, n: int = 48, k: int = 64, *, bias: bool = True, dtype: torch.dtype = torch.float32, weight=None, x=None
+):
+    """One linear quantized with a preset (or recipe), calibrated on x [..., k] if the recipe asks for it; and its
+    16-bit original."""
+    import dq
+
+    torch.manual_seed(0)
+    source = nn.Linear(k, n, bias=bias)
+    with torch.no_grad():
+        source.weight.copy_(torch.randn(n, k) / k**0.5 if weight is None else weight)
+    source = source.to(dtype).requires_grad_(False)
+    net = nn.Sequential(copy.deepcopy(source))
+    recipe_ = dq.Recipe.load(recipe_).with_(min_features=1)
+    x = torch.randn(64, k) if x is None else x
+    dq.quantize(net, recipe_, calibration=[dict(input=x.to(dtype))] if recipe_.needs_calibration else None, progress=False)
+    return net[0], source
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
