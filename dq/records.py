@@ -112,10 +112,13 @@ class RecordSampler:
         if len(heap) >= self.quota and -key <= heap[0][0]:
             return False
         record.args, record.kwargs = to_cpu(record.args), to_cpu(record.kwargs)
-        heapq.heappush(heap, (-key, sum(self.seen.values()), record))
+        item = (-key, sum(self.seen.values()), record)
+        heapq.heappush(heap, item)
         if len(heap) > self.quota:
             heapq.heappop(heap)
-        return True
+        if sum(map(len, self._kept.values())) > self.capacity:  # more strata than records: the smallest keys of all
+            heapq.heappop(min((h for h in self._kept.values() if h), key=lambda h: h[0][0]))
+        return any(kept is item for kept in heap)
 
     @property
     def quota(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
@@ -38,15 +39,16 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, package: str):
         self.kind, self.package = kind, package
         self._values: dict[str, T] = {}
+        self._owners: dict[str, str] = {}  # name -> module that registered it
         self._discovered = False
 
     def register(self, value: T, name: str | None = None) -> T:
         """Adds `value` under `name`, or under its own `name` attribute; returns it, so it works as a decorator."""
         key = name or getattr(value, "name", None) or value.__name__
-        old = self._values.get(key)
-        # A module imported twice under one name (reload, notebooks) re-registers an equal thing: that is no clash.
-        if old is not None and getattr(old, "__module__", None) != getattr(value, "__module__", None):
-            raise DQError(f"{self.kind} {key!r} is registered twice")
+        # A module that runs again (reload, notebooks) re-registers its own thing: that is no clash.
+        module = sys._getframe(1).f_globals["__name__"]
+        if self._owners.setdefault(key, module) != module:
+            raise DQError(f"{self.kind} {key!r} is registered twice: by {self._owners[key]} and by {module}")
         self._values[key] = value
         return value
 

@@ -169,6 +169,7 @@ class QuantSpec:
         unknown = set(data) - set(cls.__dataclass_fields__)
         if unknown:
             raise DQError(f"unknown QuantSpec field {sorted(unknown)}{suggest(min(unknown), cls.__dataclass_fields__)}")
+        FORMATS.get(str(data.get("format", "")))  # refuses an unknown one now, not when the first weight is rounded
         return cls(**data)
 
     @classmethod

@@ -11,7 +11,7 @@ from types import ModuleType
 # No test reaches a network. Set before diffusers or transformers is imported, which read it once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Read when torch is loaded. Threads that spin while they wait make tests on tiny matrices ten times slower on a busy CPU.
+# Read when torch is loaded. Threads that spin while they wait make tests on tiny matrices ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest

@@ -107,7 +107,7 @@ def test_calibration_is_asked_for_where_needed(name):
     state, x = build("qkv", calibrated=False)
     raw = {m: w.clone() for m, w in state.weights.items()}
     if TRANSFORMS.get(name).needs_stats:
-        with pytest.raises(DQError, match="needs calibration.*layer q"):
+        with pytest.raises(DQError, match=r"needs calibration.*layer q"):
             TRANSFORMS.get(name).fit(state)
     else:
         TRANSFORMS.get(name).fit(state)
