@@ -122,7 +122,7 @@ class _Loop:
         self.model, self.plan, self.records, self.device, self.prefix = model, plan, records, device, prefix
         self.rows, self.remarks = list(plan.rows), list(plan.remarks)
         self.split: dict[str, str] = {}  # linear -> the one whose input it was thought to share, and does not
-        self.folder = ResumeFolder(resume, model, plan, calibration) if resume else None
+        self.folder = ResumeFolder(resume, model, plan, calibration | {"prefix": prefix}) if resume else None
         blocks = [b for b in plan.blocks() if b]
         order = call_order(model, self._all_blocks(), records[0]) if records and blocks else []
         if records and blocks and not order:
@@ -161,7 +161,10 @@ class _Loop:
         stats = self.whole
         replayed = self.replay.order and block and self.records
         if replayed:
-            stats = self._collect(() if done is not None else rows, lambda i: self._step(block, i))
+            # A quantized prefix hands on what the finished block gives, further down; keeping the 16-bit output too
+            # would overwrite the very inputs that the second run replays.
+            keep = self.prefix == "fp"
+            stats = self._collect(() if done is not None else rows, lambda i: self._step(block, i, keep))
         if done is None:
             done = {}
             for row in rows:
@@ -190,8 +193,8 @@ class _Loop:
     def _call(self, index: int) -> None:
         call(self.model, self.records[index].args, self.records[index].kwargs, device_of(self.model))
 
-    def _step(self, block: str, index: int) -> None:
-        self.replay.advance(block, index, self.replay.inputs(block, index))
+    def _step(self, block: str, index: int, keep: bool = True) -> None:
+        self.replay.advance(block, index, self.replay.inputs(block, index), keep)
 
     def _collect(self, rows: Sequence[PlanRow], forward: Callable[[int], Any]) -> dict[str, Stat]:
         """Runs all records with hooks on the rows' linears: one `Stat` per shared input, sharing checked on values."""
@@ -213,18 +216,26 @@ class _Loop:
 
     def _hook(self, name: str, first: str, stats: dict[str, Stat], current: dict, seen: dict):
         def hook(module, args, kwargs):
-            x = args[0] if args else next(iter(kwargs.values()))
+            x, early = args[0] if args else next(iter(kwargs.values())), ("before", first)
+            if name == first or name in self.split:
+                stats[name].update(x, current["stratum"])
+            elif first in seen:
+                self._compare(name, x, first, seen[first], stats, current)
+            else:  # called before the linear it is compared with
+                seen.setdefault(early, {})[name] = x
             if name == first:
                 seen[first] = x
-                stats[first].update(x, current["stratum"])
-            elif name in self.split:
-                stats[name].update(x, current["stratum"])
-            elif first in seen and not (x is seen[first] or torch.equal(x, seen[first])):
-                self.split[name] = first
-                stats[name] = Stat(module.in_features, name=name)
-                stats[name].update(x, current["stratum"])
+                for partner, other in seen.pop(early, {}).items():
+                    self._compare(partner, other, first, x, stats, current)
 
         return self.model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _compare(self, name: str, x: Tensor, first: str, expected: Tensor, stats: dict[str, Stat], current: dict):
+        """Splits the linear from its group if its input is not the one that `first` gets."""
+        if x is not expected and not torch.equal(x, expected):
+            self.split[name] = first
+            stats[name] = Stat(x.shape[-1], name=name)
+            stats[name].update(x, current["stratum"])
 
     def _verified(self, row: PlanRow, stats: dict[str, Stat]) -> list[PlanRow]:
         """The row, or its pieces if calibration showed that inputs thought shared are not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -30,10 +31,7 @@ class Target:
 
     def __post_init__(self):
         ROUNDINGS.get(self.rounding)
-        order = [TRANSFORMS.get(name).order for name, _ in self.transforms]
-        if order != sorted(order):
-            names = ", ".join(n for n, _ in self.transforms)
-            raise DQError(f"transforms compose as shift, diagonal, permute, rotate, low rank; got the order {names}")
+        _check_transforms(self.transforms)
         if self.weights.strategy == "token" or self.weights.global_scale == "token":
             raise DQError(f"weights cannot take the per-token grid {self.weights}; use its channel or group form")
         if self.activations is not None and self.activations.strategy in ("tensor", "channel"):
@@ -50,6 +48,8 @@ class Target:
         transforms = []
         for item in data.pop("transforms", ()):
             item = {"name": item} if isinstance(item, str) else dict(item)
+            if "name" not in item:
+                raise DQError(f"a transform needs a name, e.g. {{ name = 'smooth', alpha = 0.5 }}; got {item}")
             transforms.append((item.pop("name"), tuple(sorted(item.items()))))
         weights = _spec(data.pop("weights", None))
         if weights is None:
@@ -67,6 +67,23 @@ class Target:
         if self.transforms:
             out["transforms"] = [{"name": n, **dict(p)} for n, p in self.transforms]
         return out | ({"rounding": self.rounding} if self.rounding != "rtn" else {})
+
+
+def _check_transforms(transforms: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]) -> None:
+    """Known, in their fixed order, each once, with parameters that they take."""
+    names = [name for name, _ in transforms]
+    order = [TRANSFORMS.get(name).order for name in names]
+    if order != sorted(order):
+        raise DQError(
+            f"transforms compose as shift, diagonal, permute, rotate, low rank; got the order {', '.join(names)}"
+        )
+    if len(set(names)) < len(names):
+        raise DQError(f"a transform may stand once in a recipe section; got {', '.join(names)}")
+    for name, params in transforms:
+        known = list(inspect.signature(TRANSFORMS.get(name).fit).parameters)[1:]  # the first is the group's state
+        for word, _ in params:
+            if word not in known:
+                raise DQError(f"transform {name!r} takes no parameter {word!r}{suggest(word, known)}")
 
 
 def _spec(value: Any) -> QuantSpec | None:

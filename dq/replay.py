@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dq.records import Record, map_tensors, to_cpu
 
@@ -31,9 +31,13 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def call(module: nn.Module, args: tuple, kwargs: dict, device: torch.device) -> Any:
-    """`module(*args, **kwargs)` without gradients, tensors moved to the device first."""
+    """`module(*args, **kwargs)` without gradients, on copies: a model that edits its inputs in place spoils no record."""
+
+    def copy(t: Tensor) -> Tensor:
+        return t.to(device, copy=True)
+
     with torch.no_grad():
-        return module(*map_tensors(args, lambda t: t.to(device)), **map_tensors(kwargs, lambda t: t.to(device)))
+        return module(*map_tensors(args, copy), **map_tensors(kwargs, copy))
 
 
 def call_order(model: nn.Module, blocks: list[str], record: Record) -> list[str]:
@@ -89,7 +93,7 @@ class Replay:
             if i == position:
                 module.forward = stop
             else:
-                value = map_tensors(outputs[self._key(name)], lambda t: t.to(self.device))
+                value = map_tensors(outputs[self._key(name)], lambda t: t.to(self.device, copy=True))
                 module.forward = lambda *a, _value=value, **k: _value
         try:
             yield
@@ -100,9 +104,9 @@ class Replay:
                 else:
                     module.forward = forward
 
-    def advance(self, block: str, index: int, inputs: tuple[tuple, dict]) -> None:
+    def advance(self, block: str, index: int, inputs: tuple[tuple, dict], keep: bool = True) -> None:
         """Runs the block on its inputs (hooks on its linears see them) and keeps its output for the next ones."""
         module = self.model.get_submodule(block) if self.order else self.model
         output = call(module, *inputs, self.device)
-        if self.order:
+        if self.order and keep:
             self._outputs[index][self._key(block)] = to_cpu(output)

@@ -37,7 +37,7 @@ def test_strata_are_filled_evenly():
     assert kept == {f"{b}/{c}": 4 for b in range(4) for c in ("cond", "uncond")}
     summary = sampler.summary()
     assert summary["kept"] == dict(sorted(kept.items()))
-    assert summary["seen"] == {k: 20 for k in sorted(kept)} and summary["bins"] == 4
+    assert summary["seen"] == dict.fromkeys(sorted(kept), 20) and summary["bins"] == 4
 
 
 def test_rare_branches_keep_their_share():
