@@ -31,7 +31,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def call(module: nn.Module, args: tuple, kwargs: dict, device: torch.device) -> Any:
-    """`module(*args, **kwargs)` without gradients, on copies: a model that edits its inputs in place spoils no record."""
+    """`module(*args, **kwargs)` without gradients, on copies: in-place edits by a model spoil no record."""
 
     def copy(t: Tensor) -> Tensor:
         return t.to(device, copy=True)
