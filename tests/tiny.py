@@ -49,7 +49,7 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0, dtype: torch.dtype = t
                 p.normal_(0, (1.0 / p[0].numel()) ** 0.5)
             elif name.endswith("bias"):
                 p.normal_(0, 0.1)
-    return model.to(dtype).eval()
+    return (model if dtype == torch.float32 else model.to(dtype)).eval()
 
 
 def flux(dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> nn.Module:

@@ -7,8 +7,6 @@ coordinate as Sylvester's matrix does. Source: ConvRot (grouped regular Hadamard
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -16,22 +14,30 @@ from dq.registry import DQError
 from dq.transforms import TRANSFORMS, GroupState, Step, Transform
 
 SIZES = (256, 64, 16)
+# A plain dict, not lru_cache: torch.compile ignores that wrapper and would rebuild the matrix in every call.
+_MATRICES: dict[tuple[int, torch.dtype, str], Tensor] = {}
 
 
-@lru_cache(maxsize=16)
 def regular_hadamard(size: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
     """The orthonormal regular Hadamard matrix [size, size]; size must be a power of 4.
 
     Raises:
         DQError: for any other size.
     """
+    key = (size, dtype, device)
+    if key not in _MATRICES:
+        _MATRICES[key] = _build(size).to(dtype).to(device)
+    return _MATRICES[key]
+
+
+def _build(size: int) -> Tensor:
     h4 = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float64) / 2
     h = torch.ones(1, 1, dtype=torch.float64)
     while h.shape[0] < size:
         h = torch.kron(h, h4)
     if h.shape[0] != size:
         raise DQError(f"a regular Hadamard matrix here has a power of 4 as size, got {size}")
-    return h.to(dtype).to(device)
+    return h
 
 
 def rotate(x: Tensor, size: int) -> Tensor:
