@@ -36,6 +36,11 @@ class Target:
             raise DQError(f"weights cannot take the per-token grid {self.weights}; use its channel or group form")
         if self.activations is not None and self.activations.strategy in ("tensor", "channel"):
             raise DQError(f"activations need a per-token or group grid (dynamic), got {self.activations}")
+        if self.activations is not None and self.activations.global_scale == "tensor":
+            raise DQError(
+                f"activations need a second level per token, so that a result never depends on the rest of its batch: "
+                f"nvfp4-token, not {self.activations}"
+            )
 
     @property
     def needs_calibration(self) -> bool:

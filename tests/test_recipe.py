@@ -1,0 +1,163 @@
+"""Recipes: presets, TOML there and back, and one clear error for every kind of mistake."""
+
+import json
+import tomllib
+
+import pytest
+
+from dq.recipe import Recipe, Rule, Target, presets
+from dq.registry import DQError
+from dq.spec import QuantSpec
+from dq.transforms import TRANSFORMS
+
+# The names that are fixed for users; presets that appear later add to them.
+FIXED_NAMES = {"fp8", "int8", "int8-smooth", "w4a16", "w4a4-int4", "w4a4-int4-convrot", "w4a4-int4-svd", "w4a4-nvfp4"}
+NEEDS_CALIBRATION = {"int8-smooth", "w4a4-int4-svd", "w4a4-nvfp4-svd"}
+DATA_FREE = {"fp8", "int8", "w4a16", "w4a4-int4", "w4a4-int4-convrot", "w4a4-nvfp4"}
+
+BASE = """
+name = "mine"
+[linear]
+weights = "int8/channel"
+activations = "int8/token"
+"""
+
+
+def load(tmp_path, text):
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    return Recipe.load(path)
+
+
+def to_toml(value) -> str:
+    """Inline TOML of JSON-like data; enough to write any recipe."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k} = {to_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(to_toml(v) for v in value) + "]"
+    return json.dumps(value)
+
+
+def test_names():
+    assert set(presets()) >= FIXED_NAMES
+    for name in presets():
+        recipe = Recipe.load(name)
+        assert recipe.name == name and recipe.description
+
+
+def test_which_presets_need_calibration():
+    for name in DATA_FREE | NEEDS_CALIBRATION:
+        assert Recipe.load(name).needs_calibration == (name in NEEDS_CALIBRATION), name
+
+
+@pytest.mark.parametrize("name", presets())
+def test_toml_round_trip(name, tmp_path):
+    recipe = Recipe.load(name).with_(min_features=16, rules=(Rule("*.to_out.0", None, "too dear"), Rule("ff", W8)))
+    text = "\n".join(f"{key} = {to_toml(value)}" for key, value in recipe.to_dict().items())
+    assert load(tmp_path, text) == recipe
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+
+
+W8 = Target(QuantSpec("int8", "channel"))
+
+
+@pytest.mark.parametrize("name", presets())
+def test_house_rules_of_presets(name):
+    """Modulation linears are weight-only: W8A16 in 8-bit recipes, W4A16 in 4-bit ones."""
+    recipe = Recipe.load(name)
+    bits = recipe.linear.weights.fmt.bits
+    assert recipe.modulation.activations is None and recipe.modulation.transforms == ()
+    assert recipe.modulation.weights.fmt.bits == bits
+    assert name.startswith("w4") == (bits == 4)
+    acts = recipe.linear.activations
+    assert ("a16" in name) == (acts is None)
+    if acts is not None:
+        assert acts.strategy in ("token", "group") and acts.global_scale in (None, "token")
+
+
+def test_recipes_are_values():
+    recipe = Recipe.load("fp8")
+    assert recipe == Recipe.load("fp8") and hash(recipe) == hash(Recipe.load("fp8"))
+    assert Recipe.load(recipe) is recipe
+    assert recipe.with_(min_features=16).min_features == 16 and recipe.min_features == 256
+
+
+def test_words_of_a_file(tmp_path):
+    recipe = load(
+        tmp_path,
+        BASE
+        + """
+transforms = [{ name = "smooth", alpha = 0.3 }, "rotate", { name = "lowrank", rank = 16 }]
+[modulation]
+weights = { format = "int4", strategy = "group", group_size = 32 }
+[[rules]]
+match = "transformer_blocks.18.ff.net.2"
+keep = "massive activations"
+[[rules]]
+match = "to_v"
+weights = "int8/channel"
+""",
+    )
+    assert recipe.linear.transforms == (("smooth", (("alpha", 0.3),)), ("rotate", ()), ("lowrank", (("rank", 16),)))
+    assert recipe.modulation.weights == QuantSpec("int4", "group", 32)
+    assert recipe.rules == (Rule("transformer_blocks.18.ff.net.2", None, "massive activations"), Rule("to_v", W8))
+    assert recipe.needs_calibration
+
+
+MISTAKES = [
+    ("name = 'x'\n", r"needs a name and a \[linear\] section"),
+    ("[linear]\nweights = 'int8'\n", r"needs a name and a \[linear\] section"),
+    ("name = 'x'\n[linear]\nactivations = 'int8/token'\n", r"needs weights, e.g. weights = 'int8/channel'"),
+    (BASE + "wieghts = 'int8'\n", r"unknown recipe word 'wieghts'; did you mean 'weights'"),
+    (BASE + "[modulations]\nweights = 'int8'\n", r"unknown recipe word 'modulations'; did you mean 'modulation'"),
+    (BASE + "transforms = ['smoth']\n", r"unknown transform 'smoth'; did you mean 'smooth'"),
+    (BASE + "transforms = ['rotate', 'smooth']\n", r"compose as .* got the order rotate, smooth"),
+    (BASE + "transforms = ['lowrank', 'rotate']\n", r"compose as .* got the order lowrank, rotate"),
+    (BASE + "transforms = ['smooth', 'smooth']\n", r"a transform may stand once .* got smooth, smooth"),
+    (BASE + "transforms = [{ alpha = 0.5 }]\n", r"a transform needs a name"),
+    (
+        BASE + "transforms = [{ name = 'smooth', alfa = 1 }]\n",
+        r"'smooth' takes no parameter 'alfa'; did you mean 'al",
+    ),
+    (BASE + "transforms = [{ name = 'rotate', state = 1 }]\n", r"'rotate' takes no parameter 'state'; known: size"),
+    (BASE + "rounding = 'rnt'\n", r"unknown rounding 'rnt'; did you mean 'rtn'"),
+    (BASE.replace("int8/token", "int8/tokne"), r"unknown strategy 'tokne'; did you mean 'token'"),
+    (BASE.replace("int8/channel", "int3/channel"), r"unknown spec 'int3/channel'; did you mean 'int8' or 'int4'"),
+    (BASE.replace("int8/channel", "int8/token"), r"weights cannot take the per-token grid int8/token"),
+    (BASE.replace("int8/channel", "nvfp4-token"), r"weights cannot take the per-token grid nvfp4-token"),
+    (BASE.replace("int8/token", "int8/tensor"), r"activations need a per-token or group grid"),
+    (BASE.replace("int8/token", "nvfp4"), r"activations need a second level per token.*nvfp4-token, not nvfp4"),
+    (BASE + "[[rules]]\nkeep = 'x'\n", r"a recipe rule needs match = 'pattern'"),
+    (BASE + "[[rules]]\nmatch = 'x'\nwieghts = 'int8'\n", r"needs weights|unknown recipe word 'wieghts'"),
+    ("name = [\n", r"cannot read the recipe .*recipe\.toml"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
+def test_mistakes(text, message, tmp_path):
+    with pytest.raises(DQError, match=message):
+        load(tmp_path, text)
+
+
+def test_unknown_preset_suggests_near_ones():
+    with pytest.raises(DQError, match=r"unknown recipe 'int8-smoth'; did you mean 'int8-smooth'"):
+        Recipe.load("int8-smoth")
+    with pytest.raises(DQError, match=r"unknown recipe 'nvfp4'; did you mean 'w4a4-nvfp4'"):
+        Recipe.load("nvfp4")
+
+
+def test_missing_file():
+    with pytest.raises(DQError, match=r"cannot read the recipe nowhere\.toml"):
+        Recipe.load("nowhere.toml")
+
+
+def test_parameters_of_every_transform_are_known():
+    """What a TOML file may say about a transform is what its `fit` takes, no more."""
+    for transform in TRANSFORMS:
+        with pytest.raises(DQError, match="takes no parameter 'made_up'"):
+            Target(QuantSpec("int8", "channel"), transforms=((transform.name, (("made_up", 1),)),))
+
+
+def test_presets_are_plain_toml(root):
+    for path in sorted((root / "dq" / "presets").glob("*.toml")):
+        assert tomllib.loads(path.read_text())["name"] == path.stem
