@@ -187,12 +187,24 @@ class QuantizedLinear(nn.Linear):
         return self
 
     def __getstate__(self):
-        return self.__dict__ | {"_choice": None}  # a chosen backend is a value of this process, not of the layer
+        # A chosen backend is a value of this process. Plain pickle cannot read float8 tensors back: they go as bytes.
+        buffers = {n: t.view(torch.uint8) if _is_float8(t.dtype) else t for n, t in self._buffers.items()}
+        return self.__dict__ | {"_choice": None, "_buffers": buffers}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        for name, (_, dtype) in self.config.tensors(self.out_features, self.in_features).items():
+            if _is_float8(dtype) and self._buffers[name].dtype == torch.uint8:
+                self._buffers[name] = self._buffers[name].view(dtype)
 
     def extra_repr(self) -> str:
         c = self.config
         extra = "".join(f", {n}" for n, _ in c.steps) + (f", rank={c.rank}" if c.rank else "")
         return f"{self.in_features}, {self.out_features}, weights={c.weights}, activations={c.activations}{extra}"
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def _keep_dtype(fn, tensor: Tensor) -> Tensor:
