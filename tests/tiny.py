@@ -35,7 +35,8 @@ def layer(
     net = nn.Sequential(copy.deepcopy(source))
     recipe_ = dq.Recipe.load(recipe_).with_(min_features=1)
     x = torch.randn(64, k) if x is None else x
-    dq.quantize(net, recipe_, calibration=[dict(input=x.to(dtype))] if recipe_.needs_calibration else None, progress=False)
+    records = [dict(input=x.to(dtype))] if recipe_.needs_calibration else None
+    dq.quantize(net, recipe_, calibration=records, progress=False)
     return net[0], source
 
 

@@ -162,7 +162,7 @@ def test_F62_report_names_what_ran(tiny, preset):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_F71_dtype_casts_spare_the_scales(tiny, preset):
-    """Seen elsewhere: `.to(bfloat16)` after quantization gave dtype clashes, or cast the scales and moved all weights."""
+    """Seen elsewhere: `.to(bfloat16)` after quantization gave dtype clashes, or cast the scales."""
     layer, _ = tiny.layer(preset)
     before = {k: v.clone() for k, v in layer.named_buffers()}
     y = layer(torch.ones(2, 64))
