@@ -49,9 +49,9 @@ class Target:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Target:
-        data = dict(data)
+        data = dict(_checked(data, dict, "a recipe section is a table, e.g. [linear] above weights = 'int8/channel'"))
         transforms = []
-        for item in data.pop("transforms", ()):
+        for item in _checked(data.pop("transforms", []), (list, tuple), "transforms is a list"):
             item = {"name": item} if isinstance(item, str) else dict(item)
             if "name" not in item:
                 raise DQError(f"a transform needs a name, e.g. {{ name = 'smooth', alpha = 0.5 }}; got {item}")
@@ -72,6 +72,12 @@ class Target:
         if self.transforms:
             out["transforms"] = [{"name": n, **dict(p)} for n, p in self.transforms]
         return out | ({"rounding": self.rounding} if self.rounding != "rtn" else {})
+
+
+def _checked(value: Any, kind: Any, what: str) -> Any:
+    if not isinstance(value, kind):
+        raise DQError(f"{what}; got {value!r}")
+    return value
 
 
 def _check_transforms(transforms: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]) -> None:
@@ -148,7 +154,7 @@ class Recipe:
         return cls(
             linear=Target.from_dict(data.pop("linear")),
             modulation=None if modulation is None else Target.from_dict(modulation),
-            rules=tuple(_rule(r) for r in data.pop("rules", ())),
+            rules=tuple(_rule(r) for r in _checked(data.pop("rules", []), (list, tuple), "each rule begins [[rules]]")),
             **data,
         )
 

@@ -129,6 +129,9 @@ MISTAKES = [
     (BASE.replace("int8/token", "nvfp4"), r"activations need a second level per token.*nvfp4-token, not nvfp4"),
     (BASE + "[[rules]]\nkeep = 'x'\n", r"a recipe rule needs match = 'pattern'"),
     (BASE + "[[rules]]\nmatch = 'x'\nwieghts = 'int8'\n", r"needs weights|unknown recipe word 'wieghts'"),
+    ("name = 'x'\nlinear = 'int8/channel'\n", r"a recipe section is a table, .* got 'int8/channel'"),
+    (BASE + "transforms = 'smooth'\n", r"transforms is a list; got 'smooth'"),
+    (BASE + "[rules]\nmatch = 'x'\n", r"each rule begins \[\[rules\]\]; got {'match': 'x'}"),
     ("name = [\n", r"cannot read the recipe .*recipe\.toml"),
 ]
 
