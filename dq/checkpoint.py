@@ -86,11 +86,13 @@ def prepare_model(model: nn.Module, config: dict[str, Any], dtype: torch.dtype, 
             raise DQError(
                 f"the checkpoint quantizes {name!r}, which {type(model).__name__} lacks{suggest(name, linears)}"
             )
-        old = linears[name]
+        old, kind = linears[name], entry["kind"]
+        if not 0 <= kind < len(kinds):
+            raise DQError(f"the checkpoint's config is damaged: {name!r} refers to kind {kind} of {len(kinds)}")
         new = QuantizedLinear(
             old.in_features,
             old.out_features,
-            kinds[entry["kind"]],
+            kinds[kind],
             bias=old.bias is not None,
             dtype=dtype,
             device=device,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dq.ops import Choice, LinearParams, choose_backend
 from dq.qtensor import QTensor
+from dq.registry import DQError
 from dq.spec import QuantSpec
 from dq.transforms import TRANSFORMS, Step
 
@@ -43,6 +44,13 @@ class LinearConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> LinearConfig:
+        unknown = set(data) - set(cls.__dataclass_fields__)
+        if unknown:
+            raise DQError(
+                f"unknown word {min(unknown)!r} in the description of a quantized linear; a newer dq wrote it?"
+            )
+        for name, _ in data.get("steps", ()):
+            TRANSFORMS.get(name)  # refuses an unknown one by name
         activations = data.get("activations")
         return cls(
             QuantSpec.from_dict(data["weights"]),

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from dq.checkpoint import layers_config, prepare_model
@@ -87,15 +88,44 @@ def prepare(model: nn.Module, config: DQConfigBase, pre_quantized: bool, dtype: 
     model.dq_artifact["recipe"] = config.recipe
 
 
-def check_keys(model: nn.Module, loaded: Iterable[str]) -> None:
-    """Refuses a checkpoint that lacks a tensor of the model or holds one that nobody reads.
+Header = tuple[tuple[int, ...], str]  # shape and dtype of a tensor, as a safetensors file says them
+_DTYPES = {
+    torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
+}  # fmt: skip
+
+
+def read_headers(files: Iterable[Any]) -> dict[str, Header]:
+    """name -> header of every tensor in the safetensors files; {} if there are none (or files of another kind)."""
+    found = {}
+    for path in (f for f in files or () if str(f).endswith(".safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                part = file.get_slice(name)
+                found[name] = (tuple(part.get_shape()), part.get_dtype())
+    return found
+
+
+def check_tensors(model: nn.Module, headers: dict[str, Header]) -> None:
+    """Refuses a checkpoint that lacks a tensor of the model, holds one that nobody reads, or one of a quantized layer
+    in another shape or dtype (codes mean nothing after a cast, and a scale that lost bits moves every weight).
 
     Tied tensors are stored once: it is enough that one of their names is there.
 
     Raises:
-        DQError: naming the first such keys.
+        DQError: naming the first such tensor.
     """
-    loaded, state, tied = set(loaded), set(model.state_dict()), _tied_names(model)
+    check_names(model, set(headers))
+    for name, layer in quantized_linears(model).items():
+        for key, (shape, dtype) in layer.config.tensors(layer.out_features, layer.in_features).items():
+            if headers[f"{name}.{key}"] != (tuple(shape), _DTYPES[dtype]):
+                was = "{1} {0}".format(*headers[f"{name}.{key}"])
+                raise DQError(f"the checkpoint holds {name}.{key} as {was}, expected {_DTYPES[dtype]} {tuple(shape)}")
+
+
+def check_names(model: nn.Module, loaded: set[str]) -> None:
+    """The part of `check_tensors` about names."""
+    state, tied = set(model.state_dict()), _tied_names(model)
     missing = sorted(k for k in state - loaded if not tied.get(k, set()) & loaded)
     missing = _not_ignored(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
     if missing:

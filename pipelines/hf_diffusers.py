@@ -12,7 +12,18 @@ from torch import nn
 from dq.checkpoint import finish_model, stored_dtype
 from dq.linear import QuantizedLinear, quantized_linears
 from dq.loop import dequantize_model
-from dq.pipelines.hf_config import DQConfigBase, DQMethod, check_keys, config_fields, float_buffers, prepare
+from dq.pipelines.hf_config import (
+    DQConfigBase,
+    DQMethod,
+    Header,
+    check_names,
+    check_tensors,
+    config_fields,
+    float_buffers,
+    prepare,
+    read_headers,
+)
+from dq.registry import DQError
 
 
 class DQDiffusersConfig(DQConfigBase, QuantizationConfigMixin):
@@ -26,7 +37,8 @@ class DQDiffusersQuantizer(DiffusersQuantizer):
 
     def __init__(self, quantization_config: Any, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
-        self._loaded: list[str] = []
+        self._headers: dict[str, Header] = {}
+        self._loaded: set[str] = set()
         self._dtype = torch.float32
 
     def update_torch_dtype(self, torch_dtype):
@@ -34,12 +46,15 @@ class DQDiffusersQuantizer(DiffusersQuantizer):
         return torch_dtype
 
     def maybe_update_loaded_keys(self, loaded_keys, checkpoint_files):
-        self._loaded = list(loaded_keys)
+        self._headers, self._loaded = read_headers(checkpoint_files), set(loaded_keys)
         return loaded_keys
 
     def _process_model_before_weight_loading(self, model, device_map=None, keep_in_fp32_modules=None, **kwargs):
         prepare(model, self.quantization_config, self.pre_quantized, self._dtype)
-        check_keys(model, self._loaded)
+        if self._headers:
+            check_tensors(model, self._headers)
+        else:  # not safetensors
+            check_names(model, self._loaded)
         # diffusers casts every floating tensor to torch_dtype, unless a component of its name is in this list (then it
         # becomes float32, which holds all our dtypes exactly; `finish_model` narrows it again).
         for name in float_buffers(model):
@@ -61,7 +76,7 @@ class DQDiffusersQuantizer(DiffusersQuantizer):
         layer._buffers[key] = param_value.to(device=target_device, dtype=stored_dtype(layer, key))
 
     def check_quantized_param_shape(self, param_name, current_param, loaded_param):
-        raise ValueError(
+        raise DQError(
             f"{param_name}: shape {tuple(loaded_param.shape)} in the checkpoint, not {tuple(current_param.shape)}"
         )
 

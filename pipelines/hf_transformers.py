@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers.base import HfQuantizer
@@ -14,7 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from dq.checkpoint import finish_model
 from dq.linear import quantized_linears
 from dq.loop import dequantize_model
-from dq.pipelines.hf_config import DQConfigBase, DQMethod, check_keys, config_fields, prepare
+from dq.pipelines.hf_config import DQConfigBase, DQMethod, Header, check_tensors, config_fields, prepare, read_headers
 
 
 class DQTransformersConfig(DQConfigBase, QuantizationConfigMixin):
@@ -28,9 +27,9 @@ class DQTransformersQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         prepare(model, self.quantization_config, self.pre_quantized, model.dtype or torch.float32)
-        files = [f for f in checkpoint_files or () if str(f).endswith(".safetensors")]
-        if files:
-            check_keys(model, _keys(files, model))
+        headers = read_headers(checkpoint_files)
+        if headers:
+            check_tensors(model, _renamed(headers, model))
         # transformers initialises weights that it did not load, module by module and from parents; ours hold no data.
         for layer in quantized_linears(model).values():
             layer._is_hf_initialized, layer.weight_marks = True, {"_is_hf_initialized": True}
@@ -56,20 +55,16 @@ class DQTransformersQuantizer(HfQuantizer):
         return True
 
 
-def _keys(files, model: nn.Module) -> list[str]:
-    """Names of the model's tensors that the files hold: renamed, and the base-model prefix added or dropped, as the
-    loader does it."""
-    names, state = [], set(model.state_dict())
+def _renamed(headers: dict[str, Header], model: nn.Module) -> dict[str, Header]:
+    """The headers under the model's own names: renamed, and the base-model prefix added or dropped, as the loader
+    does it."""
+    state, out = set(model.state_dict()), {}
     prefix, renamings = f"{model.base_model_prefix}.", get_model_conversion_mapping(model)
-    for path in files:
-        with safe_open(path, "pt") as file:
-            names += list(file.keys())
-    out = []
-    for name in names:
+    for name, header in headers.items():
         for renaming in renamings:
             name = renaming.rename_source_key(name)[0]
         swapped = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
-        out.append(swapped if name not in state and swapped in state else name)
+        out[swapped if name not in state and swapped in state else name] = header
     return out
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -172,3 +174,32 @@ def denoise(pipe: Any, prompt: str | list[str] = PROMPTS[0], **kwargs: Any) -> t
     """Latents (or images) of a seeded run."""
     generator = torch.Generator().manual_seed(7)
     return pipe(prompt, generator=generator, return_dict=False, **LATENTS | kwargs)[0]
+
+
+def weight_files(folder: Any) -> list[Path]:
+    """The safetensors files of a saved model."""
+    return sorted(Path(folder).glob("*.safetensors"))
+
+
+def edit(folder: Any, change: Callable[[dict[str, torch.Tensor]], Any], index: bool = True) -> None:
+    """Lets `change` edit the tensors of every file of a saved model in place; the index follows if asked."""
+    from safetensors.torch import load_file, save_file
+
+    where: dict[str, str] = {}
+    for path in weight_files(folder):
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+        where |= dict.fromkeys(tensors, path.name)
+    for path in Path(folder).glob("*.index.json"):
+        content = json.loads(path.read_text())
+        if index:
+            path.write_text(json.dumps(content | {"weight_map": where}))
+
+
+def edit_config(folder: Any, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Lets `change` edit the quantization_config of a saved model in place."""
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text())
+    change(config["quantization_config"])
+    path.write_text(json.dumps(config))
