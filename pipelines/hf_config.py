@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import nn
 
 from dq.checkpoint import layers_config, prepare_model
+from dq.family import matches
 from dq.linear import quantized_linears
 from dq.registry import DQError, suggest
 
@@ -72,8 +73,13 @@ def config_fields(model: nn.Module) -> dict[str, Any]:
     return {**layers_config(model), **getattr(model, "dq_artifact", {})}
 
 
-def prepare(model: nn.Module, config: DQConfigBase, pre_quantized: bool, dtype: torch.dtype) -> None:
+def prepare(
+    model: nn.Module, config: DQConfigBase, pre_quantized: bool, dtype: torch.dtype, in_fp32: Iterable[str] = ()
+) -> None:
     """Swaps empty quantized linears into a model on the meta device.
+
+    Args:
+        in_fp32: name patterns of modules that the library keeps in float32 whatever `dtype` says.
 
     Raises:
         DQError: the checkpoint is not quantized yet, or is newer than this dq.
@@ -84,6 +90,9 @@ def prepare(model: nn.Module, config: DQConfigBase, pre_quantized: bool, dtype: 
             f"dq.quantize(model, {config.name or 'fp8'!r})"
         )
     prepare_model(model, config.fields, dtype)
+    for name, layer in quantized_linears(model).items():
+        if any(matches(name, p) for p in in_fp32):
+            layer.compute_dtype = torch.float32
     model.dq_artifact = {k: v for k, v in config.fields.items() if k not in ("format_version", "kinds", "layers")}
     model.dq_artifact["recipe"] = config.recipe
 

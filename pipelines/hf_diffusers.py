@@ -34,6 +34,7 @@ class DQDiffusersQuantizer(DiffusersQuantizer):
     """Loads dq checkpoints: swaps the linears in before loading, keeps every stored dtype, checks keys."""
 
     requires_calibration = False
+    use_keep_in_fp32_modules = True  # what a model's class keeps in float32 stays there
 
     def __init__(self, quantization_config: Any, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
@@ -50,18 +51,22 @@ class DQDiffusersQuantizer(DiffusersQuantizer):
         return loaded_keys
 
     def _process_model_before_weight_loading(self, model, device_map=None, keep_in_fp32_modules=None, **kwargs):
-        prepare(model, self.quantization_config, self.pre_quantized, self._dtype)
+        keep = [] if keep_in_fp32_modules is None else keep_in_fp32_modules
+        prepare(model, self.quantization_config, self.pre_quantized, self._dtype, keep)
         if self._headers:
             check_tensors(model, self._headers)
         else:  # not safetensors
             check_names(model, self._loaded)
         # diffusers casts every floating tensor to torch_dtype, unless a component of its name is in this list (then it
-        # becomes float32, which holds all our dtypes exactly; `finish_model` narrows it again).
-        for name in float_buffers(model):
-            if keep_in_fp32_modules is not None and name not in keep_in_fp32_modules:
-                keep_in_fp32_modules.append(name)
+        # becomes float32, which holds all our dtypes exactly; `finish_model` narrows it again). The list may be the
+        # class's own: what is added is taken out after loading.
+        self._added = (keep, [n for n in float_buffers(model) if n not in keep])
+        keep.extend(self._added[1])
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        keep, names = self._added
+        for name in names:
+            keep.remove(name)
         finish_model(model)
         return model
 

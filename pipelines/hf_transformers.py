@@ -26,7 +26,11 @@ class DQTransformersQuantizer(HfQuantizer):
     requires_calibration = False
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
-        prepare(model, self.quantization_config, self.pre_quantized, model.dtype or torch.float32)
+        dtype = model.dtype or torch.float32
+        in_fp32 = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype != torch.float32 else set()
+        if dtype == torch.float16:
+            in_fp32 |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        prepare(model, self.quantization_config, self.pre_quantized, dtype, in_fp32)
         headers = read_headers(checkpoint_files)
         if headers:
             check_tensors(model, _renamed(headers, model))
