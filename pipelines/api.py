@@ -135,7 +135,7 @@ def _calibrate(obj: Any, models: dict[str, nn.Module], calibration: Any, bar: An
     if isinstance(calibration, Prompts):
         if isinstance(obj, nn.Module):
             raise DQError("dq.Prompts runs a pipeline: pass the pipeline, not one of its models")
-        return calibration.collect(obj, [n for n in models if n in DENOISERS], bar)
+        return calibration.collect(obj, models, bar)
     if len(models) != 1:
         raise DQError("records can calibrate one model at a time; name one component")
     found = [_record(r) for r in _iterate(calibration)]

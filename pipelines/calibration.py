@@ -90,7 +90,9 @@ class Prompts:
             DQError: an argument the pipeline does not take; a denoiser output with NaN/Inf (names component and step).
         """
         call = self._call_kwargs(pipe)
-        recorders = {c: _Recorder(getattr(pipe, c), c, self, pipe) for c in components}
+        recorders = {
+            c: (_Recorder if c in DENOISERS else _CallRecorder)(getattr(pipe, c), c, self, pipe) for c in components
+        }
         steps = call.get("num_inference_steps") or _default_steps(pipe)
         total = -(-len(self.prompts) // self.batch_size) * (steps or 0)
         quiet = getattr(pipe, "_progress_bar_config", {})
@@ -222,6 +224,13 @@ class _Recorder:
             Record(half(record.args, i), half(record.kwargs, i), *fields, branch, self.name)
             for i, branch in enumerate(("uncond", "cond"))
         ]
+
+
+class _CallRecorder(_Recorder):
+    """For what is no denoiser, such as a text encoder: every call is a record; there are no steps and no branches."""
+
+    def _before(self, module: Any, args: tuple, kwargs: dict) -> None:
+        self.sampler.offer(Record(args, dict(kwargs), self._prompt, denoiser=self.name))
 
 
 def _timestep(args: tuple, kwargs: dict) -> float:
