@@ -207,7 +207,9 @@ def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) 
         )
     rows = _rows(linears, targets, family)
     other = model_bytes(model) - sum(2 * m.weight.numel() for m in linears.values())
-    return Plan(name, recipe, family, rows, other)
+    unused = [r.match for r in recipe.rules if not any(matches(n, r.match) for n in linears)]
+    remarks = tuple(f"recipe rule {pattern!r} matches no linear here" for pattern in unused)
+    return Plan(name, recipe, family, rows, other, remarks)
 
 
 def _check_patterns(linears: dict[str, nn.Linear], skip: Sequence[str], recipe: Recipe) -> None:

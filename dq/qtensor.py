@@ -103,7 +103,8 @@ def choose_scale(x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> tupl
     fmt, top = spec.fmt, _amax(_grouped(x, spec))[..., 0]  # [rows, groups]
     if spec.strategy == "tensor":
         top = top.amax().reshape(1, 1) if top.numel() else top.new_zeros(1, 1)
-    scale, global_scale = top / fmt.max, None
+    # Divisors are tensors: for a Python number torch's CUDA kernel multiplies by the reciprocal, and codes at ties differ.
+    scale, global_scale = top / torch.full_like(top, fmt.max), None
     low, high = _SCALE_RANGE[spec.scale_dtype]
     if spec.global_scale:
         if spec.global_scale == "token":
@@ -111,7 +112,7 @@ def choose_scale(x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> tupl
         else:
             whole = (top.amax() if top.numel() else top.new_zeros(())) if amax is None else amax
             whole = whole.to(x).reshape(1)
-        global_scale = torch.where(whole > 0, (whole / (fmt.max * high)).clamp(min=_TINY), 1.0)
+        global_scale = torch.where(whole > 0, (whole / torch.full_like(whole, fmt.max * high)).clamp(min=_TINY), 1.0)
         scale = scale / global_scale
     zero = torch.full_like(scale, low if spec.scale_dtype == torch.float8_e4m3fn else 1.0)
     scale = torch.where(top > 0, scale.clamp(low, high), zero)

@@ -16,7 +16,7 @@ from dq.recipe import Recipe
 from dq.registry import DQError
 
 RECIPES = ("fp8", "w4a4-int4", "w4a4-int4-convrot", "w4a4-nvfp4-svd")
-CALIBRATION_PROMPTS = 16
+PROMPTS, CALIBRATION_PROMPTS = 256, 16  # captions that ship with the demo; the last ones calibrate
 
 
 def demo_pipeline(device: str | None = None, outliers: bool = False, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -37,7 +37,7 @@ def demo_calibration(count: int = CALIBRATION_PROMPTS) -> Prompts:
     """The calibration that the demo uses: captions that no evaluation prompt repeats."""
     kwargs = demo_kwargs()
     steps = kwargs.pop("num_inference_steps")
-    return Prompts(demo_prompts(512)[-count:], steps=steps, batch_size=8, **kwargs)
+    return Prompts(demo_prompts(PROMPTS)[-count:], steps=steps, batch_size=8, **kwargs)
 
 
 def run_demo(
@@ -57,7 +57,7 @@ def run_demo(
     """
     for name in recipes:
         Recipe.load(name)
-    chosen = demo_prompts(512)
+    chosen = demo_prompts(PROMPTS)
     if not 1 <= prompts <= len(chosen) - CALIBRATION_PROMPTS:
         raise DQError(f"the demo has captions for 1 to {len(chosen) - CALIBRATION_PROMPTS} prompts, got {prompts}")
 

@@ -29,7 +29,7 @@ def round_e2m1(x: Tensor) -> Tensor:
     rounds up lands on the first number of the next binade.
     """
     a = x.abs().clamp_(max=6.0)
-    step = (a >= 2.0).to(a.dtype).add_(a >= 4.0).sub_(1.0).exp2_()
+    step = (a >= 2.0).to(a.dtype).add_(a >= 4.0, alpha=2).add_(1.0).mul_(0.5)
     return a.div_(step).round_().mul_(step).copysign_(x)
 
 
