@@ -103,7 +103,7 @@ def choose_scale(x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> tupl
     fmt, top = spec.fmt, _amax(_grouped(x, spec))[..., 0]  # [rows, groups]
     if spec.strategy == "tensor":
         top = top.amax().reshape(1, 1) if top.numel() else top.new_zeros(1, 1)
-    # Divisors are tensors: for a Python number torch's CUDA kernel multiplies by the reciprocal, and codes at ties differ.
+    # Divisors are tensors: by a Python number torch divides on CUDA through its reciprocal, and codes at ties differ.
     scale, global_scale = top / torch.full_like(top, fmt.max), None
     low, high = _SCALE_RANGE[spec.scale_dtype]
     if spec.global_scale:
