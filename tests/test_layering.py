@@ -19,7 +19,8 @@ ROWS = (
     ("checkpoint", "resume"),
     ("loop",),
     ("eval", "pipelines"),
-    ("cli", "showcase", "catalogue", "__init__"),
+    ("showcase", "catalogue"),
+    ("cli", "__init__"),
 )
 ROW = {name: i for i, names in enumerate(ROWS) for name in names}
 
