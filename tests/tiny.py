@@ -52,7 +52,9 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0, dtype: torch.dtype = t
                 p.normal_(0, (1.0 / p[0].numel()) ** 0.5)
             elif name.endswith("bias"):
                 p.normal_(0, 0.1)
-    return (model if dtype == torch.float32 else model.to(dtype)).eval()
+    for p in model.parameters():  # buffers such as rotary frequencies keep their dtype, as `from_pretrained` keeps them
+        p.data = p.data.to(dtype)
+    return model.eval()
 
 
 def flux(dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> nn.Module:
