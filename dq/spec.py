@@ -24,8 +24,8 @@ class Format:
         bits: bits of one code.
         max, min: largest and smallest value that `encode` produces.
         dtype: torch dtype of one unpacked code.
-        encode: float32 tensor, already divided by its scale -> codes of `dtype`. Saturates, rounds half to even,
-            canonicalises -0 to 0 where the grid has both.
+        encode: float32 tensor, already divided by its scale -> codes of `dtype`. Saturates, rounds half to even; 4-bit
+            grids with two zeros give the code of +0, so that packed bytes are deterministic.
         decode: codes -> float32.
         round: `decode(encode(x))` without the detour over codes; what fake quantization of activations runs.
         table: for formats of 4 bits, the value of each of the 16 codes (fast decoding of packed bytes), else None.

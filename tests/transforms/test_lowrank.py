@@ -6,7 +6,7 @@ import torch
 
 from dq.qtensor import fake_quantize
 from dq.spec import QuantSpec
-from dq.transforms import TRANSFORMS, GroupState
+from dq.transforms import TRANSFORMS, GroupState, Step
 from dq.transforms.lowrank import auto_rank, decompose, svd_factors
 
 V2_W = torch.tensor(
@@ -108,6 +108,20 @@ def test_stacked_linears_share_the_down_factor():
     for name in raw:
         up, down = state.side[name][1].float(), state.side[name][0].float()
         torch.testing.assert_close(state.weights[name] + up @ down, raw[name], rtol=1e-5, atol=1e-5)
+
+
+def test_branch_is_the_best_one_in_the_basis_of_the_residual():
+    """Stored for the raw x, it must still be the best approximation of the smoothed, rotated weight."""
+    state = state_of(["q"], side_dtype=torch.float64)
+    state.weights["q"] = state.weights["q"].double()
+    state.add(Step("smooth", {"factor": 10 ** (2 * torch.rand(48) - 1)}))
+    TRANSFORMS.get("rotate").fit(state)
+    before = state.weights["q"]
+    TRANSFORMS.get("lowrank").fit(state, rank=8, iterations=1)
+    u, s, v = torch.linalg.svd(before, full_matrices=False)
+    torch.testing.assert_close(state.weights["q"], before - (u[:, :8] * s[:8]) @ v[:8], rtol=1e-6, atol=1e-6)
+    down, up = state.side["q"]
+    torch.testing.assert_close(up @ state.to_basis(down), (u[:, :8] * s[:8]) @ v[:8], rtol=1e-6, atol=1e-6)
 
 
 def test_factors_own_their_memory():
