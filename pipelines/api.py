@@ -42,7 +42,7 @@ def _models(obj: Any, components: str | Sequence[str] | None) -> dict[str, nn.Mo
 def _plans(models: dict[str, nn.Module], recipe: Any, skip: Sequence[str]) -> dict[str, Plan]:
     """One plan per component; a skip pattern must match in at least one of them."""
     recipe = Recipe.load(recipe)
-    if len(models) == 1:
+    if len(models) == 1 or isinstance(skip, str):  # which make_plan refuses
         return {n: make_plan(m, recipe, skip) for n, m in models.items()}
     used: set[str] = set()
     plans = {}
