@@ -253,7 +253,7 @@ def write_version_1(folder, library, **changes):
 @pytest.mark.parametrize("library", ["diffusers", "transformers"])
 def test_F65_format_version_1_written_by_hand_loads(tmp_path, library):
     """Seen elsewhere: a loader met a checkpoint of an older release and called its code with a wrong signature."""
-    dtype = {"torch_dtype" if library == "diffusers" else "dtype": torch.float32}
+    dtype = {"dtype": torch.float32}
     model = write_version_1(tmp_path, library).from_pretrained(tmp_path, **dtype)
     assert torch.equal(model.up.dequantized_weight(torch.float32), UP)
     assert torch.allclose(model.down.dequantized_weight(torch.float32), DOWN, atol=1e-6)

@@ -174,6 +174,30 @@ def test_F47_moving_between_devices(quantized_flux, preset):
         assert torch.equal(model(**q.inputs)[0], q.output)
 
 
+def test_F47_F71_moving_and_casting_a_pipeline(tiny, tmp_path):
+    """The same for a pipeline, made here or loaded: `.to(device)` works; a cast is refused by diffusers in one line and
+    leaves the model as it was."""
+    from diffusers import FluxPipeline
+
+    pipe, parts = tiny.flux_pipeline(), ["transformer", "text_encoder_2"]
+    dq.quantize(pipe, tiny.recipe("w4a4-nvfp4"), components=parts, progress=False)
+    latents = tiny.denoise(pipe)
+    pipe.save_pretrained(tmp_path)
+    loaded = FluxPipeline.from_pretrained(tmp_path)
+    loaded.set_progress_bar_config(disable=True)
+    for p in (pipe, loaded):
+        assert torch.equal(tiny.denoise(p.to("cpu")), latents)
+        for cast in (lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.to("cpu", torch.float16)):
+            with pytest.raises(ValueError, match="quantized"):
+                cast(p.transformer)
+        assert torch.equal(tiny.denoise(p), latents)
+        with torch.no_grad():
+            ids = torch.tensor([[3, 4, 5]])
+            before = p.text_encoder_2(input_ids=ids)[0]
+            after = p.text_encoder_2.to(torch.float16)(input_ids=ids)[0]  # transformers lets this through
+        assert after.dtype == torch.float16 and (after - before).norm() < 0.01 * before.norm()
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_F48_accelerate_offload_hooks(quantized_flux, preset):
     """Seen elsewhere: 8-bit blocks could not be offloaded. Model offload and per-module offload, with and without

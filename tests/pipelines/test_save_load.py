@@ -32,7 +32,7 @@ for job in json.load(open(sys.argv[1])):
     dtype = getattr(torch, job["dtype"])
     if job["kind"] == "flux":
         from diffusers import FluxPipeline
-        pipe = FluxPipeline.from_pretrained(job["folder"], torch_dtype=dtype)
+        pipe = FluxPipeline.from_pretrained(job["folder"], dtype=dtype)
         pipe.set_progress_bar_config(disable=True)
         generator = torch.Generator().manual_seed(7)
         out[job["key"]] = pipe("a red circle", generator=generator, return_dict=False, **job["kwargs"])[0]
@@ -181,9 +181,9 @@ def test_loading_again_and_again(saved, tiny, tmp_path):
     from diffusers import FluxTransformer2DModel
 
     item = saved["flux/w4a4-nvfp4-svd/bf16"]
-    first = FluxTransformer2DModel.from_pretrained(item.folder / "transformer", torch_dtype=torch.bfloat16)
+    first = FluxTransformer2DModel.from_pretrained(item.folder / "transformer", dtype=torch.bfloat16)
     first.save_pretrained(tmp_path / "again", max_shard_size="50KB")
-    second = FluxTransformer2DModel.from_pretrained(tmp_path / "again", torch_dtype=torch.bfloat16)
+    second = FluxTransformer2DModel.from_pretrained(tmp_path / "again", dtype=torch.bfloat16)
     for model in (first, second):
         state = model.state_dict()
         assert state.keys() == item.model.state_dict().keys()
@@ -199,7 +199,7 @@ def test_other_ways_to_load(tiny, saved, kwargs):
     from transformers import LlamaForCausalLM
 
     inputs, item = tiny.flux_inputs(torch.bfloat16), saved["flux/w4a16/bf16"]
-    model = FluxTransformer2DModel.from_pretrained(item.folder / "transformer", torch_dtype=torch.bfloat16, **kwargs)
+    model = FluxTransformer2DModel.from_pretrained(item.folder / "transformer", dtype=torch.bfloat16, **kwargs)
     with torch.no_grad():
         assert torch.equal(model(**inputs)[0], item.model(**inputs)[0])
     item = saved["llama/w4a16/bf16"]
@@ -215,7 +215,7 @@ def test_another_dtype_casts_no_scale(saved, preset):
 
     item = saved[f"flux/{preset}/bf16"]
     for dtype in (torch.float32, torch.float16, None):
-        model = FluxTransformer2DModel.from_pretrained(item.folder / "transformer", torch_dtype=dtype)
+        model = FluxTransformer2DModel.from_pretrained(item.folder / "transformer", dtype=dtype)
         for name, layer in quantized_linears(model).items():
             own = item.model.get_submodule(name)
             assert layer.weight.dtype == (dtype or torch.float32)
@@ -240,7 +240,7 @@ def test_what_a_library_keeps_in_float32_stays_there(tiny, tmp_path, preset):
     )  # fmt: skip
     cases = [
         (WanTransformer3DModel, tiny.seeded(lambda: WanTransformer3DModel(**config)), wan,
-         dict(torch_dtype=torch.bfloat16)),
+         dict(dtype=torch.bfloat16)),
         (T5EncoderModel, tiny.t5(), dict(input_ids=IDS), dict(dtype=torch.float16)),
     ]  # fmt: skip
     for cls, source, inputs, dtype in cases:
