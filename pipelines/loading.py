@@ -54,14 +54,14 @@ def _load_local(path: Path, dtype: torch.dtype) -> Any:
     if (path / "model_index.json").is_file():
         from diffusers import DiffusionPipeline
 
-        return DiffusionPipeline.from_pretrained(path, torch_dtype=dtype)
+        return DiffusionPipeline.from_pretrained(path, dtype=dtype)
     if not (path / "config.json").is_file():
         raise DQError(f"{path} holds neither model_index.json nor config.json: it is no pipeline and no model")
     config = json.loads((path / "config.json").read_text())
     if "_class_name" in config:
         import diffusers
 
-        return getattr(diffusers, config["_class_name"]).from_pretrained(path, torch_dtype=dtype)
+        return getattr(diffusers, config["_class_name"]).from_pretrained(path, dtype=dtype)
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
@@ -73,7 +73,7 @@ def _load_hub(source: str, dtype: torch.dtype) -> Any:
 
     problems = []
     for kind, call in (
-        ("pipeline", lambda: DiffusionPipeline.from_pretrained(source, torch_dtype=dtype)),
+        ("pipeline", lambda: DiffusionPipeline.from_pretrained(source, dtype=dtype)),
         ("language model", lambda: AutoModelForCausalLM.from_pretrained(source, dtype=dtype)),
     ):
         try:
