@@ -67,8 +67,11 @@ class LinearConfig:
             "qweight": ((rows, spec.fmt.packed_width(spec.padded_width(width))), spec.fmt.storage),
             "weight_scale": (spec.scale_shape(rows, width), spec.scale_dtype),
         }
-        if spec.global_scale:
-            out["weight_global_scale"] = ((1,), torch.float32)
+        second = spec.global_shape(rows, width)
+        if second is not None:
+            out["weight_global_scale"] = (second, torch.float32)
+        if spec.has_zero_point:
+            out["weight_zero_point"] = (spec.scale_shape(rows, width), torch.uint8)
         for name, params in self.steps:
             buffers = TRANSFORMS.get(name).buffers
             for key, shape in (buffers(width, params) if buffers else {}).items():
@@ -117,6 +120,7 @@ class QuantizedLinear(nn.Linear):
         n, k = weight.shape
         layer = cls(k, n, config, bias=bias is not None, dtype=dtype, device="meta")
         parts = {"qweight": weight.codes, "weight_scale": weight.scale, "weight_global_scale": weight.global_scale}
+        parts["weight_zero_point"] = weight.zero_point
         # Copies: layers of one group share these values, and a checkpoint must not hold aliased tensors.
         parts |= {f"{s.name}_{key}": t.to(torch.float32).clone() for s in steps for key, t in s.tensors.items()}
         if side is not None:
@@ -143,7 +147,8 @@ class QuantizedLinear(nn.Linear):
         """The quantized W' (views of the buffers)."""
         shape = (self.out_features, self.in_features)
         scale2 = getattr(self, "weight_global_scale", None)
-        return QTensor(self.qweight, self.weight_scale, scale2, self.config.weights, shape)
+        zero = getattr(self, "weight_zero_point", None)
+        return QTensor(self.qweight, self.weight_scale, scale2, self.config.weights, shape, zero)
 
     @property
     def steps(self) -> list[Step]:

@@ -1,6 +1,11 @@
-"""Symmetric signed integers: codes in [-qmax, qmax] with qmax = 2^(bits-1) - 1, scale = amax / qmax.
+"""Integers of 2, 3, 4 and 8 bits, in the conventions that tools use.
 
-The restricted range of SmoothQuant and SVDQuant; -8 (INT4) and -128 (INT8) are decoded but never produced.
+    int4         codes -7..7,  scale = amax / 7       restricted: SmoothQuant, SVDQuant; the default
+    int4_wide    codes -8..7,  scale = amax / 7       QuaRot's activations, AWQ's INT3 example
+    int4_full    codes -8..7,  scale = amax / 7.5     compressed-tensors, FP-Quant
+    uint4        codes 0..15 with a zero point        asymmetric: scale = (max - min) / 15
+
+and the same for the other widths. Codes of the signed ones rest as two's complement.
 """
 
 import torch
@@ -9,30 +14,60 @@ from torch import Tensor
 from dq.spec import FORMATS, Format
 
 
-def _encoder(qmax: int):
+def _encoder(low: int, high: int, dtype: torch.dtype):
     def encode(x: Tensor) -> Tensor:
-        return torch.round(x).clamp_(-qmax, qmax).to(torch.int8)
+        return torch.round(x).clamp_(low, high).to(dtype)
 
     return encode
 
 
-def _rounder(qmax: int):
+def _rounder(low: int, high: int):
     def round_(x: Tensor) -> Tensor:
-        return torch.round(x).clamp_(-qmax, qmax)
+        return torch.round(x).clamp_(low, high)
 
     return round_
 
 
-def _decode(codes: Tensor) -> Tensor:
-    return codes.to(torch.float32)
+def _decoder(bits: int, signed: bool):
+    half, mask = 2 ** (bits - 1), 2**bits - 1
+
+    def decode(codes: Tensor) -> Tensor:
+        if bits == 8:
+            return codes.to(torch.float32)
+        low = codes.to(torch.int32) & mask  # signed values and unsigned codes have the same low bits
+        return (torch.where(low >= half, low - 2 * half, low) if signed else low).to(torch.float32)
+
+    return decode
 
 
-def _decode_int4(codes: Tensor) -> Tensor:
-    # Codes arrive as int8 values or as unsigned nibbles: both have the same low four bits.
-    low = codes.to(torch.int32) & 0xF
-    return torch.where(low >= 8, low - 16, low).to(torch.float32)
+def _table(bits: int, signed: bool) -> tuple[float, ...] | None:
+    if bits != 4:
+        return None
+    return tuple(map(float, [*range(8), *range(-8, 0)] if signed else range(16)))
 
 
-FORMATS.register(Format("int8", 8, 127.0, -127.0, torch.int8, _encoder(127), _decode, _rounder(127)))
-_INT4_TABLE = tuple(map(float, [*range(8), *range(-8, 0)]))
-FORMATS.register(Format("int4", 4, 7.0, -7.0, torch.int8, _encoder(7), _decode_int4, _rounder(7), _INT4_TABLE))
+def _register(name: str, bits: int, low: int, high: int, divisor: float) -> None:
+    signed = low < 0
+    dtype = torch.int8 if signed else torch.uint8
+    FORMATS.register(
+        Format(
+            name,
+            bits,
+            float(high),
+            float(low),
+            dtype,
+            _encoder(low, high, dtype),
+            _decoder(bits, signed),
+            _rounder(low, high),
+            _table(bits, signed),
+            divisor,
+        )
+    )
+
+
+for _bits in (2, 3, 4, 8):
+    _top = 2 ** (_bits - 1) - 1
+    _register(f"int{_bits}", _bits, -_top, _top, _top)
+    _register(f"int{_bits}_wide", _bits, -_top - 1, _top, _top)
+    _register(f"int{_bits}_full", _bits, -_top - 1, _top, _top + 0.5)
+    _register(f"uint{_bits}", _bits, 0, 2**_bits - 1, 2**_bits - 1)

@@ -1,7 +1,8 @@
-"""Small floats: FP8 E4M3FN and FP4 E2M1, and NVFP4, the block format built from them.
+"""Small floats: FP8 E4M3FN and E5M2, FP6 E3M2 and E2M3, FP4 E2M1; NVFP4 and DeepSeek's FP8 built from them.
 
+Generic codec: e = max(floor(log2 |x|), 1 - bias), step = 2^(e - mantissa bits), y = min(rne(|x| / step) * step, max).
 Source: OCP OFP8 and OCP MX 1.0 for the element grids; NVIDIA's NVFP4 (E2M1, blocks of 16, E4M3 block scale, FP32 second
-level amax/(6*448)).
+level amax/(6*448)); DeepSeek-V3 for 1x128 activations with 128x128 weights.
 """
 
 import torch
@@ -9,50 +10,100 @@ from torch import Tensor
 
 from dq.spec import FORMATS, SPECS, Format, NamedSpec, QuantSpec
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_MAGNITUDE_CODE = torch.tensor([0, 1, 2, 3, 4, -1, 5, -1, 6, -1, -1, -1, 7], dtype=torch.uint8)  # index: 2*|value|
+
+def _caster(dtype: torch.dtype, top: float):
+    def encode(x: Tensor) -> Tensor:
+        # Clamp first: the cast to E4M3 saturates only since torch 2.13; before that 465 became NaN, and E5M2 gives Inf.
+        return x.clamp(-top, top).to(dtype)
+
+    return encode
 
 
-def _encode_e4m3(x: Tensor) -> Tensor:
-    # Clamp first: the cast saturates only since torch 2.13; before that 465 became NaN.
-    return x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-
-
-def _decode_e4m3(codes: Tensor) -> Tensor:
+def _widen(codes: Tensor) -> Tensor:
     return codes.to(torch.float32)
 
 
-def round_e2m1(x: Tensor) -> Tensor:
-    """Nearest E2M1 value, ties to the even code, saturating at 6. NaN stays NaN.
+def _cast_rounder(dtype: torch.dtype, top: float):
+    def round_(x: Tensor) -> Tensor:
+        return x.clamp(-top, top).to(dtype).to(torch.float32)
 
-    Steps are .5 below 2, 1 below 4, 2 above. Rounding at the step of |x| itself is right at the seams too: a value that
-    rounds up lands on the first number of the next binade.
-    """
+    return round_
+
+
+def grid(exponent_bits: int, mantissa_bits: int) -> tuple[float, ...]:
+    """The non-negative values of a float grid without specials, in code order."""
+    bias, values = 2 ** (exponent_bits - 1) - 1, []
+    for code in range(2 ** (exponent_bits + mantissa_bits)):
+        e, m = code >> mantissa_bits, code & (2**mantissa_bits - 1)
+        fraction = m / 2**mantissa_bits
+        values.append(fraction * 2.0 ** (1 - bias) if e == 0 else (1 + fraction) * 2.0 ** (e - bias))
+    return tuple(values)
+
+
+def _rounder(low_exponent: int, mantissa_bits: int, top: float):
+    def round_(x: Tensor) -> Tensor:
+        """Rounding at the step of |x| itself is right at the seams too: what rounds up lands on the next binade."""
+        a = x.abs().clamp_(max=top)
+        exponent = torch.frexp(a).exponent.sub_(1).clamp_(min=low_exponent).sub_(mantissa_bits)
+        step = torch.ldexp(torch.ones_like(a), exponent)
+        return a.div_(step).round_().mul_(step).copysign_(x)
+
+    return round_
+
+
+def round_e2m1(x: Tensor) -> Tensor:
+    """Nearest E2M1 value, ties to the even code, saturating at 6; NaN stays. Steps: .5 below 2, 1 below 4, then 2."""
     a = x.abs().clamp_(max=6.0)
     step = (a >= 2.0).to(a.dtype).add_(a >= 4.0, alpha=2).add_(1.0).mul_(0.5)
     return a.div_(step).round_().mul_(step).copysign_(x)
 
 
-def _encode_e2m1(x: Tensor) -> Tensor:
-    value = round_e2m1(torch.nan_to_num(x, nan=0.0))
-    magnitude = _MAGNITUDE_CODE.to(x.device)[(value.abs() * 2).to(torch.int64)]
-    return magnitude | ((value < 0).to(torch.uint8) << 3)  # -0 becomes code 0, so bytes are deterministic
+def _coder(values: tuple[float, ...], round_, bits: int):
+    """Codes by a look-up of |value| in units of the smallest one; the sign is the top bit, -0 becomes 0."""
+    unit = values[1]
+    index = torch.zeros(int(values[-1] / unit) + 1, dtype=torch.uint8)
+    for code, value in enumerate(values):
+        index[int(value / unit)] = code
+
+    def encode(x: Tensor) -> Tensor:
+        value = round_(torch.nan_to_num(x, nan=0.0))
+        magnitude = index.to(x.device)[(value.abs() / unit).to(torch.int64)]
+        return magnitude | ((value < 0).to(torch.uint8) << (bits - 1))
+
+    return encode
 
 
-def _decode_e2m1(codes: Tensor) -> Tensor:
-    table = torch.tensor(_E2M1_TABLE, dtype=torch.float32, device=codes.device)
-    return table[codes.to(torch.int64)]
+def _decoder(values: tuple[float, ...], bits: int):
+    table = torch.tensor(values + tuple(-v for v in values), dtype=torch.float32)
+
+    def decode(codes: Tensor) -> Tensor:
+        return table.to(codes.device)[codes.to(torch.int64) & (2**bits - 1)]
+
+    return decode
 
 
-def _round_e4m3(x: Tensor) -> Tensor:
-    return _encode_e4m3(x).to(torch.float32)
+def _register(name: str, exponent_bits: int, mantissa_bits: int, low_exponent: int, exponent: int, round_=None) -> None:
+    values, bits = grid(exponent_bits, mantissa_bits), 1 + exponent_bits + mantissa_bits
+    round_ = round_ or _rounder(low_exponent, mantissa_bits, values[-1])
+    table = values + tuple(-v for v in values) if bits == 4 else None
+    codec = (_coder(values, round_, bits), _decoder(values, bits), round_)
+    FORMATS.register(Format(name, bits, values[-1], -values[-1], torch.uint8, *codec, table, exponent=exponent))
 
 
-_E2M1_TABLE = E2M1 + tuple(-v for v in E2M1)
-FORMATS.register(Format("fp8_e4m3", 8, 448.0, -448.0, torch.float8_e4m3fn, _encode_e4m3, _decode_e4m3, _round_e4m3))
-FORMATS.register(Format("fp4_e2m1", 4, 6.0, -6.0, torch.uint8, _encode_e2m1, _decode_e2m1, round_e2m1, _E2M1_TABLE))
+for _name, _dtype, _top, _exponent in (
+    ("fp8_e4m3", torch.float8_e4m3fn, 448.0, 8),
+    ("fp8_e5m2", torch.float8_e5m2, 57344.0, 15),
+):
+    _codec = (_caster(_dtype, _top), _widen, _cast_rounder(_dtype, _top))
+    FORMATS.register(Format(_name, 8, _top, -_top, _dtype, *_codec, exponent=_exponent))
+_register("fp6_e3m2", 3, 2, -2, 4)
+_register("fp6_e2m3", 2, 3, 0, 2)
+_register("fp4_e2m1", 2, 1, 0, 2, round_e2m1)
+E2M1 = grid(2, 1)
 
 _NVFP4 = QuantSpec("fp4_e2m1", "group", 16, scale_format="fp8_e4m3", global_scale="tensor")
 SPECS.register(NamedSpec("nvfp4", _NVFP4))
 SPECS.register(NamedSpec("nvfp4-token", _NVFP4.with_(global_scale="token", dynamic=True)))
 SPECS.register(NamedSpec("nvfp4-single", _NVFP4.with_(global_scale=None)))
+SPECS.register(NamedSpec("fp8-block", QuantSpec("fp8_e4m3", "block", block_size=(128, 128))))
+SPECS.register(NamedSpec("fp8-block-token", QuantSpec("fp8_e4m3", "group", 128, dynamic=True)))

@@ -35,14 +35,14 @@ def _refuse(params: LinearParams, device: torch.device, dtype: torch.dtype) -> s
 def _run(x: Tensor, params: LinearParams) -> Tensor:
     """x [M, K] -> [M, N]; products in E4M3, accumulation in float32, one rounding to BF16."""
     x32 = apply_steps(x.to(torch.float32), params.steps)
-    scale, _ = choose_scale(x32, _ACTIVATIONS)
-    codes = encode(x32, scale, None, _ACTIVATIONS).codes
+    scales = choose_scale(x32, _ACTIVATIONS)
+    codes = encode(x32, scales, _ACTIVATIONS).codes
     bias = None if params.bias is None else params.bias.to(torch.bfloat16)
     weight = params.weight
     if not len(x):
         return x.new_zeros(0, weight.shape[0])
     y = torch._scaled_mm(
-        codes, weight.codes.t(), scale_a=scale, scale_b=weight.scale.t(), bias=bias, out_dtype=torch.bfloat16
+        codes, weight.codes.t(), scale_a=scales.scale, scale_b=weight.scale.t(), bias=bias, out_dtype=torch.bfloat16
     )
     if params.down is not None:
         y = y + (x.to(params.down.dtype) @ params.down.T) @ params.up.T

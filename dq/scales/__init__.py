@@ -1,0 +1,166 @@
+"""Scale rules: how the scale of a block is chosen, one file per kind, discovered here.
+
+A rule is a function `(blocks, **params) -> scales [R, G]`: float32 values that the scale's storage format holds
+exactly. It composes with every format and granularity, because all of them come as `Blocks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dq.registry import DQError, Registry
+from dq.spec import QuantSpec
+
+_TINY = torch.finfo(torch.float32).tiny
+RANGE = {
+    "fp32": (_TINY, torch.finfo(torch.float32).max),
+    "fp16": (2.0**-24, 65504.0),
+    "bf16": (_TINY, torch.finfo(torch.bfloat16).max),
+    "fp8_e4m3": (2.0**-9, 448.0),
+    "e8m0": (2.0**-127, 2.0**127),
+    "int8_double": (_TINY, torch.finfo(torch.float32).max),
+}
+
+
+def amax(x: Tensor) -> Tensor:
+    """max |x| over the last axis; 0 for an empty axis."""
+    if not x.shape[-1]:
+        return x.new_zeros(x.shape[:-1])
+    return torch.maximum(x.amax(-1), -x.amin(-1))  # no copy of |x|
+
+
+def divide(x: Tensor, number: float) -> Tensor:
+    """x / number, correctly rounded on every device.
+
+    By a Python number torch divides on CUDA through its reciprocal: codes at ties would differ between devices.
+    """
+    return x / torch.full_like(x, number)
+
+
+def storable(scale: Tensor, spec: QuantSpec) -> Tensor:
+    """The nearest scale that the storage format holds, as float32; clamped into its range, never 0 or infinite."""
+    low, high = RANGE[spec.scale_format]
+    scale = scale.clamp(low, high)
+    if spec.scale_format in ("fp16", "bf16", "fp8_e4m3"):
+        return scale.to(spec.scale_dtype).to(torch.float32)
+    return scale
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What a rule sees.
+
+    Attributes:
+        x: float32 [R, G, E]; one scale per [R, G].
+        spec: the grid.
+        unit: second-level scale, broadcastable to [R, G]; ones without a second level.
+        importance: E[x_k^2] of the input that each element meets, broadcastable to [R, G, E], or None.
+        hessian: E[x x^T] within each group, [G, E, E], or None.
+    """
+
+    x: Tensor
+    spec: QuantSpec
+    unit: Tensor
+    importance: Tensor | None = None
+    hessian: Tensor | None = None
+
+    def absmax(self) -> Tensor:
+        """[R, G]: `amax / divisor / unit`, not yet rounded to the storage format."""
+        return divide(amax(self.x), self.spec.fmt.divisor) / self.unit
+
+    def round(self, scale: Tensor, target: str = "native") -> Tensor:
+        """x as it comes out at these scales. `e4m3`: as a GEMM on FP8 tensor cores multiplies it, every product
+        `element * scale` rounded to E4M3 (a power of two in front keeps the largest, 6 * 448, inside its range)."""
+        step = (scale * self.unit)[..., None]
+        values = self.spec.fmt.round(self.x / step)
+        if target == "native":
+            return values * step
+        executed = (values * (scale / 8)[..., None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).to(torch.float32)
+        return executed * (self.unit * 8)[..., None]
+
+    def error(self, scale: Tensor, norm: float = 2.0, target: str = "native", weight: str = "none") -> Tensor:
+        """[R, G]: sum over the block of `w_k |x_k - x^_k|^norm`; `hessian` takes `d^T H d` instead.
+
+        Args:
+            weight: `none`, `importance` or `hessian`.
+
+        Raises:
+            DQError: the rule needs importances or Hessians and there are none.
+        """
+        delta = self.round(scale, target).sub_(self.x)
+        if weight == "hessian":
+            return torch.einsum("rge,gef,rgf->rg", delta, self._need("hessian"), delta)
+        power = delta.square_() if norm == 2.0 else delta.abs_().pow_(norm)
+        if weight == "importance":
+            power = power * self._need("importance")
+        return power.sum(-1)
+
+    def _need(self, what: str) -> Tensor:
+        value = getattr(self, what)
+        if value is None:
+            raise DQError(f"scale rule {self.spec.scale_rule!r} needs {what} from calibration; pass it or take 'sweep'")
+        return value
+
+    def split(self, elements: int = 1 << 17) -> Iterator[Blocks]:
+        """Runs of rows that fit a cache: searches pass over a block many times."""
+        rows = max(1, elements // max(1, self.x.shape[1] * self.x.shape[2]))
+        for start in range(0, len(self.x), rows):
+            part = slice(start, start + rows)
+            unit = self.unit[part] if self.unit.dim() and len(self.unit) == len(self.x) > 1 else self.unit
+            importance = self.importance
+            if importance is not None and len(importance) == len(self.x) > 1:
+                importance = importance[part]
+            yield replace(self, x=self.x[part], unit=unit, importance=importance)
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """A named rule.
+
+    Attributes:
+        choose: `(blocks, **params) -> [R, G]`.
+        ceiling: largest block scale that the second level is normalised to; None takes the format's largest (448).
+        formats: scale formats it works with; empty for all.
+        needs: `importance` or `hessian` if it cannot work without.
+    """
+
+    name: str
+    choose: Callable[..., Tensor]
+    ceiling: float | None = None
+    formats: tuple[str, ...] = ()
+    needs: str = ""
+
+
+SCALE_RULES: Registry[ScaleRule] = Registry("scale rule", "dq.scales")
+
+
+def find_rule(spec: QuantSpec) -> ScaleRule:
+    """The rule of a spec.
+
+    Raises:
+        DQError: unknown, or one that does not go with the spec's scale format.
+    """
+    rule = SCALE_RULES.get(spec.scale_rule)
+    if rule.formats and spec.scale_format not in rule.formats:
+        raise DQError(f"scale rule {rule.name!r} goes with {', '.join(rule.formats)} scales, not {spec.scale_format}")
+    return rule
+
+
+def best_of(blocks: Blocks, candidates: Callable[[Blocks], Iterator[Tensor]], **error) -> Tensor:
+    """Per block, the candidate scale of least error; the first of equals. Works chunk by chunk."""
+    out = []
+    for part in blocks.split():
+        best = least = None
+        for scale in candidates(part):
+            now = part.error(scale, **error)
+            if best is None:
+                best, least = scale, now
+            else:
+                better = now < least
+                best, least = torch.where(better, scale, best), torch.where(better, now, least)
+        out.append(best)
+    return torch.cat(out) if out else blocks.x.new_zeros(blocks.x.shape[:2])
