@@ -264,7 +264,8 @@ class QuantSpec:
     def parse(cls, text: str) -> QuantSpec:
         """A named spec (`"nvfp4"`) or `"format/strategy"`, with another scale rule behind an @.
 
-        `"int8/token"`, `"int4/group64"`, `"fp8_e4m3/block128x128"`, `"nvfp4@sweep"`, `"int4/channel@mse"`.
+        `"int8/token"`, `"int4/group64"`, `"fp8_e4m3/block128x128"`, `"nvfp4@sweep"`, `"int4/channel@mse"`. A third part
+        names the scale format; `"int4/group64/fp32"` is the form for activations, whose scales are not stored.
         """
         base, _, rule = text.partition("@")
         spec = SPECS.get(base).spec if base in SPECS else cls._parse_plain(base)
@@ -272,6 +273,12 @@ class QuantSpec:
 
     @classmethod
     def _parse_plain(cls, text: str) -> QuantSpec:
+        text, *scale = text.rsplit("/", 1) if text.count("/") == 2 else (text,)
+        spec = cls._parse_grid(text)
+        return spec.with_(scale_format=scale[0], dynamic=spec.strategy == "group") if scale else spec
+
+    @classmethod
+    def _parse_grid(cls, text: str) -> QuantSpec:
         name, _, strategy = text.partition("/")
         if name not in FORMATS:
             raise DQError(f"unknown spec {text!r}{suggest(name, FORMATS.names() + SPECS.names())}")
@@ -294,7 +301,8 @@ class QuantSpec:
             if named.spec == plain:
                 return named.name + rule
         size = "x".join(map(str, self.block_size)) if self.block_size else self.group_size or ""
-        return f"{self.format}/{self.strategy}{size}{rule}"
+        scale = f"/{self.scale_format}" if self.dynamic and self.strategy == "group" else ""
+        return f"{self.format}/{self.strategy}{size}{scale}{rule}"
 
     def with_(self, **changes: Any) -> QuantSpec:
         return replace(self, **changes)
