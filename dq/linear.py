@@ -60,6 +60,11 @@ class LinearConfig:
             data.get("side_dtype", "bfloat16"),
         )
 
+    @property
+    def static(self) -> bool:
+        """Whether activations are rounded at one calibrated scale instead of one per token."""
+        return self.activations is not None and self.activations.strategy == "tensor"
+
     def tensors(self, rows: int, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Every buffer of a [rows, width] linear: name -> (shape, dtype). The one place that fixes names and layout."""
         spec = self.weights
@@ -72,6 +77,8 @@ class LinearConfig:
             out["weight_global_scale"] = (second, torch.float32)
         if spec.has_zero_point:
             out["weight_zero_point"] = (spec.scale_shape(rows, width), torch.uint8)
+        if self.static:
+            out["input_scale"] = ((1, 1), torch.float32)
         for name, params in self.steps:
             buffers = TRANSFORMS.get(name).buffers
             for key, shape in (buffers(width, params) if buffers else {}).items():
@@ -112,15 +119,25 @@ class QuantizedLinear(nn.Linear):
         self._choice: tuple[tuple, Choice] | None = None
 
     @classmethod
-    def build(cls, weight: QTensor, *, activations=None, steps=(), side=None, bias=None, dtype=torch.bfloat16):
-        """A layer from finished parts: `QTensor`, `Step`s, (down, up) and bias [N]."""
+    def build(
+        cls,
+        weight: QTensor,
+        *,
+        activations=None,
+        steps=(),
+        side=None,
+        bias=None,
+        dtype=torch.bfloat16,
+        input_scale=None,
+    ):
+        """A layer from finished parts: `QTensor`, `Step`s, (down, up), bias [N], static activation scale [1, 1]."""
         dtype_name = "bfloat16" if side is None else str(side[0].dtype).removeprefix("torch.")
         pairs = tuple((s.name, dict(s.params)) for s in steps)
         config = LinearConfig(weight.spec, activations, pairs, 0 if side is None else len(side[0]), dtype_name)
         n, k = weight.shape
         layer = cls(k, n, config, bias=bias is not None, dtype=dtype, device="meta")
         parts = {"qweight": weight.codes, "weight_scale": weight.scale, "weight_global_scale": weight.global_scale}
-        parts["weight_zero_point"] = weight.zero_point
+        parts |= {"weight_zero_point": weight.zero_point, "input_scale": input_scale}
         # Copies: layers of one group share these values, and a checkpoint must not hold aliased tensors.
         parts |= {f"{s.name}_{key}": t.to(torch.float32).clone() for s in steps for key, t in s.tensors.items()}
         if side is not None:
@@ -163,7 +180,8 @@ class QuantizedLinear(nn.Linear):
     @property
     def params(self) -> LinearParams:
         down, up = getattr(self, "lowrank_down", None), getattr(self, "lowrank_up", None)
-        return LinearParams(self.qtensor, self.config.activations, self.steps, down, up, self.bias)
+        scale = getattr(self, "input_scale", None)
+        return LinearParams(self.qtensor, self.config.activations, self.steps, down, up, self.bias, scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N] in the dtype of x."""

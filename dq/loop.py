@@ -16,14 +16,14 @@ from dq.checkpoint import artifact_meta
 from dq.linear import LayerInfo, QuantizedLinear, layer_info, quantized_linears
 from dq.ops import reference_qlinear
 from dq.planning import Plan, PlanRow, model_bytes
-from dq.qtensor import check_finite
+from dq.qtensor import check_finite, choose_scale
 from dq.records import Record
 from dq.registry import DQError
 from dq.replay import Replay, call, call_order, device_of
 from dq.resume import ResumeFolder
 from dq.rounding import ROUNDINGS
 from dq.stats import Stat
-from dq.transforms import TRANSFORMS, GroupState
+from dq.transforms import TRANSFORMS, GroupState, apply_steps
 from dq.transforms.lowrank import auto_rank
 
 BINS = 4
@@ -304,10 +304,30 @@ def quantize_row(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=
                 side=state.side.get(m),
                 bias=None if old.bias is None else old.bias.to(q.codes.device),
                 dtype=old.weight.dtype,
+                input_scale=_input_scale(state, m),
             )
             sample = state.stats[members[0]].rows[:128].to(raw[m]) if members[0] in state.stats else None
             layers[m].sqnr_db = sqnr_db(layers[m], raw[m], sample)
     return layers
+
+
+def _input_scale(state: GroupState, name: str) -> Tensor | None:
+    """[1, 1] scale of a static activation grid, chosen by its rule on the calibration sample of the transformed input,
+    stretched to the largest value that any token had where the rule clips nothing.
+
+    Raises:
+        DQError: without calibration.
+    """
+    spec = state.act_spec
+    if spec is None or spec.strategy != "tensor":
+        return None
+    state.require_stats("a static activation scale")
+    rows = state.rows(name).to(torch.float32)
+    if spec.scale_rule == "absmax" and all(s.name == "smooth" for s in state.steps):
+        first = next(i[0] for i in state.inputs if name in i)
+        top = apply_steps(state.stats[first].amax().to(rows)[None], state.steps)
+        rows = torch.cat([rows, top])
+    return choose_scale(rows, spec).scale.to(torch.float32)
 
 
 def sqnr_db(layer: QuantizedLinear, weight: Tensor, x: Tensor | None) -> float:

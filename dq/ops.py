@@ -31,6 +31,7 @@ class LinearParams:
         steps: input steps, in order.
         down, up: low-rank factors [r, K] and [N, r] on the raw x, or None.
         bias: [N] or None.
+        input_scale: float32 [1, 1], the calibrated scale of a static activation grid (strategy `tensor`), or None.
     """
 
     weight: QTensor
@@ -39,6 +40,7 @@ class LinearParams:
     down: Tensor | None = None
     up: Tensor | None = None
     bias: Tensor | None = None
+    input_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,11 @@ BACKENDS: Registry[Backend] = Registry("backend", "dq.kernels.backends")
 def pre_quantized(x: Tensor, params: LinearParams) -> Tensor:
     """`Q_X(pre(x))` in float32 for x [..., K]."""
     x = apply_steps(x.to(torch.float32), params.steps)
-    return x if params.activations is None else fake_quantize(x, params.activations)
+    if params.activations is None:
+        return x
+    if params.input_scale is not None:
+        return params.activations.fmt.round(x / params.input_scale) * params.input_scale
+    return fake_quantize(x, params.activations)
 
 
 def reference_qlinear(x: Tensor, params: LinearParams) -> Tensor:

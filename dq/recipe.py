@@ -10,6 +10,7 @@ from typing import Any
 
 from dq.registry import DQError, suggest
 from dq.rounding import ROUNDINGS
+from dq.scales import find_rule
 from dq.spec import QuantSpec
 from dq.transforms import TRANSFORMS
 
@@ -34,8 +35,8 @@ class Target:
         _check_transforms(self.transforms)
         if self.weights.strategy == "token" or self.weights.global_scale == "token":
             raise DQError(f"weights cannot take the per-token grid {self.weights}; use its channel or group form")
-        if self.activations is not None and self.activations.strategy in ("tensor", "channel"):
-            raise DQError(f"activations need a per-token or group grid (dynamic), got {self.activations}")
+        if self.activations is not None and self.activations.strategy in ("channel", "block"):
+            raise DQError(f"activations take token or group grids, or a static tensor grid; got {self.activations}")
         if self.activations is not None and self.activations.global_scale == "tensor":
             raise DQError(
                 f"activations need a second level per token, so that a result never depends on the rest of its batch: "
@@ -45,7 +46,9 @@ class Target:
     @property
     def needs_calibration(self) -> bool:
         kinds = [TRANSFORMS.get(n) for n, _ in self.transforms]
-        return any(t.needs_stats for t in kinds) or ROUNDINGS.get(self.rounding).needs_stats
+        static = self.activations is not None and self.activations.strategy == "tensor"
+        weighted = bool(find_rule(self.weights).needs)
+        return static or weighted or any(t.needs_stats for t in kinds) or ROUNDINGS.get(self.rounding).needs_stats
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Target:

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from dq.qtensor import check_finite
-from dq.registry import DQError
+from dq.registry import DQError, suggest
+
+
+def _ranks(x: Tensor) -> Tensor:
+    """Ranks from 0, ties averaged, float64."""
+    x = x.to(torch.float64)
+    _, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True)
+    ends = counts.cumsum(0).to(torch.float64)
+    return (ends - (counts.to(torch.float64) + 1) / 2)[inverse]
+
+
+def spearman(a: Tensor, b: Tensor) -> float:
+    """Rank correlation of two vectors; 0 if one of them is constant."""
+    ra, rb = _ranks(a.cpu()), _ranks(b.cpu())
+    ra, rb = ra - ra.mean(), rb - rb.mean()
+    norm = float(ra.norm() * rb.norm())
+    return float(ra @ rb) / norm if norm > 0 else 0.0
 
 
 @dataclass
@@ -72,11 +89,40 @@ class Stat:
         """float32 [at most capacity, K]: a uniform sample of the inputs."""
         return self._rows
 
-    def amax(self) -> Tensor:
-        """float32 [K]: max over all strata."""
+    def amax(self, merge: str = "max", *, guidance: float = 1.0, weight: Tensor | None = None) -> Tensor:
+        """float32 [K]: the per-stratum maxima a_s merged into one.
+
+        Args:
+            merge: `max` over strata; `mean`; `cfg`: mean weighted by how guidance g amplifies a branch's error, g^2 for
+                cond, (g - 1)^2 for uncond, 1 for single; `spearman`: PTQ4DiT's mean with weights softmax(-rho_s), rho_s
+                the rank correlation of a_s with the weight's column maxima (arXiv 2405.16005, section 4.2).
+            guidance: g, for `cfg`.
+            weight: w [K] = max over rows of |W|, for `spearman`.
+
+        Raises:
+            DQError: no input was seen, an unknown merge, or a missing argument.
+        """
         if not self.absmax:
             raise DQError(f"{self.name}: no calibration input reached this layer; give records that run it or skip it")
-        return torch.stack(list(self.absmax.values())).amax(0)
+        tops = torch.stack(list(self.absmax.values()))
+        if merge == "max":
+            return tops.amax(0)
+        shares = torch.tensor(self._shares(merge, tops, guidance, weight), dtype=tops.dtype)
+        return (tops * (shares / shares.sum())[:, None]).sum(0)
+
+    def _shares(self, merge: str, tops: Tensor, guidance: float, weight: Tensor | None) -> list[float]:
+        """Unnormalised weight of every stratum."""
+        if merge == "mean":
+            return [1.0] * len(tops)
+        if merge == "cfg":
+            branch = {"cond": guidance**2, "uncond": (guidance - 1.0) ** 2, "single": 1.0}
+            shares = [branch[s.rpartition("/")[2]] for s in self.absmax]
+            return shares if sum(shares) > 0 else [1.0] * len(tops)
+        if merge == "spearman":
+            if weight is None:
+                raise DQError("the merge spearman needs the weight's column maxima")
+            return [math.exp(-spearman(top, weight)) for top in tops]
+        raise DQError(f"unknown merge {merge!r}{suggest(merge, ('max', 'mean', 'cfg', 'spearman'))}")
 
     def merge(self, other: Stat) -> Stat:
         """Adds what `other` saw."""

@@ -62,19 +62,27 @@ def _slices(state: GroupState) -> list[slice]:
     return [slice(i, j) for i, j in pairwise(edges)]
 
 
-def fit(state: GroupState, alpha: float = 0.5, search: bool = False, rows: int = 256) -> None:
+def fit(
+    state: GroupState,
+    alpha: float = 0.5,
+    search: bool = False,
+    rows: int = 256,
+    merge: str = "max",
+    guidance: float = 1.0,
+) -> None:
     """One lambda for the whole group.
 
     Args:
         alpha: migration strength when not searching (beta = 1 - alpha).
+        merge, guidance: how maxima of step bins and CFG branches become one a_k; see `Stat.amax`.
         search: choose (alpha, beta) from `GRID` by output error on `rows` calibration rows.
 
     Raises:
         DQError: without calibration.
     """
     state.require_stats("smoothing")
-    a = torch.stack([s.amax() for s in state.stats.values()]).amax(0)
-    w = torch.stack([w.abs().amax(0) for w in state.weights.values()]).amax(0).to(a)
+    w = torch.stack([w.abs().amax(0) for w in state.weights.values()]).amax(0).float().cpu()
+    a = torch.stack([s.amax(merge, guidance=guidance, weight=w) for s in state.stats.values()]).amax(0)
     lam = _search(state, a, w, rows) if search else smoothing_factor(a, w, alpha, 1.0 - alpha)
     if not torch.equal(lam, torch.ones_like(lam)):
         state.add(Step("smooth", {"factor": lam}))
