@@ -5,6 +5,8 @@ Source: OCP OFP8 and OCP MX 1.0 for the element grids; NVIDIA's NVFP4 (E2M1, blo
 level amax/(6*448)); DeepSeek-V3 for 1x128 activations with 128x128 weights.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,13 +25,6 @@ def _widen(codes: Tensor) -> Tensor:
     return codes.to(torch.float32)
 
 
-def _cast_rounder(dtype: torch.dtype, top: float):
-    def round_(x: Tensor) -> Tensor:
-        return x.clamp(-top, top).to(dtype).to(torch.float32)
-
-    return round_
-
-
 def grid(exponent_bits: int, mantissa_bits: int) -> tuple[float, ...]:
     """The non-negative values of a float grid without specials, in code order."""
     bias, values = 2 ** (exponent_bits - 1) - 1, []
@@ -40,37 +35,36 @@ def grid(exponent_bits: int, mantissa_bits: int) -> tuple[float, ...]:
     return tuple(values)
 
 
-def _rounder(low_exponent: int, mantissa_bits: int, top: float):
-    def round_(x: Tensor) -> Tensor:
-        """Rounding at the step of |x| itself is right at the seams too: what rounds up lands on the next binade."""
-        a = x.abs().clamp_(max=top)
-        exponent = torch.frexp(a).exponent.sub_(1).clamp_(min=low_exponent).sub_(mantissa_bits)
-        step = torch.ldexp(torch.ones_like(a), exponent)
-        return a.div_(step).round_().mul_(step).copysign_(x)
+class _Binades:
+    """Rounding to a float grid by one addition, on the bits of float32.
 
-    return round_
+    The step of a value in binade e is 2^s, s = e - mantissa bits. `x + 1.5 * 2^(23 + s)` has no bits below 2^s: the sum
+    itself rounds half to even, and its mantissa counts steps. What rounds up lands on the next binade, so the step of
+    |x| itself is right at the seams too.
+    """
 
+    def __init__(self, low_exponent: int, mantissa_bits: int, top: float, bits: int):
+        self.floor, self.top = (low_exponent + 127) << 23, top
+        self.lift = ((23 - mantissa_bits) << 23) + (1 << 22)
+        self.shift, self.sign = 23 - mantissa_bits, 1 << (bits - 1)
 
-def round_e2m1(x: Tensor) -> Tensor:
-    """Nearest E2M1 value, ties to the even code, saturating at 6; NaN stays. Steps: .5 below 2, 1 below 4, then 2."""
-    a = x.abs().clamp_(max=6.0)
-    step = (a >= 2.0).to(a.dtype).add_(a >= 4.0, alpha=2).add_(1.0).mul_(0.5)
-    return a.div_(step).round_().mul_(step).copysign_(x)
+    def _magic(self, x: Tensor) -> Tensor:
+        return (x.view(torch.int32) & 0x7F800000).clamp_(min=self.floor).add_(self.lift)
 
+    def round(self, x: Tensor) -> Tensor:
+        """Nearest value, ties to the even code, saturating; NaN stays, -0 becomes 0."""
+        x = x.clamp(-self.top, self.top)
+        magic = self._magic(x).view(torch.float32)
+        return x.add_(magic).sub_(magic)
 
-def _coder(values: tuple[float, ...], round_, bits: int):
-    """Codes by a look-up of |value| in units of the smallest one; the sign is the top bit, -0 becomes 0."""
-    unit = values[1]
-    index = torch.zeros(int(values[-1] / unit) + 1, dtype=torch.uint8)
-    for code, value in enumerate(values):
-        index[int(value / unit)] = code
-
-    def encode(x: Tensor) -> Tensor:
-        value = round_(torch.nan_to_num(x, nan=0.0))
-        magnitude = index.to(x.device)[(value.abs() / unit).to(torch.int64)]
-        return magnitude | ((value < 0).to(torch.uint8) << (bits - 1))
-
-    return encode
+    def encode(self, x: Tensor) -> Tensor:
+        """Codes: steps within the binade, plus the steps below it; the sign is the top bit, -0 and NaN become 0."""
+        x = torch.nan_to_num(x, nan=0.0).clamp_(-self.top, self.top)
+        magic = self._magic(x)
+        steps = x.add_(magic.view(torch.float32)).view(torch.int32).sub_(magic)
+        sign = (steps >> 31).bitwise_and_(self.sign)
+        below = magic.sub_(self.floor + self.lift).bitwise_right_shift_(self.shift)
+        return steps.abs_().add_(below).bitwise_or_(sign).to(torch.uint8)
 
 
 def _decoder(values: tuple[float, ...], bits: int):
@@ -82,23 +76,24 @@ def _decoder(values: tuple[float, ...], bits: int):
     return decode
 
 
-def _register(name: str, exponent_bits: int, mantissa_bits: int, low_exponent: int, exponent: int, round_=None) -> None:
+def _register(name: str, exponent_bits: int, mantissa_bits: int) -> None:
     values, bits = grid(exponent_bits, mantissa_bits), 1 + exponent_bits + mantissa_bits
-    round_ = round_ or _rounder(low_exponent, mantissa_bits, values[-1])
+    binades = _Binades(2 - 2 ** (exponent_bits - 1), mantissa_bits, values[-1], bits)
     table = values + tuple(-v for v in values) if bits == 4 else None
-    codec = (_coder(values, round_, bits), _decoder(values, bits), round_)
+    codec = (binades.encode, _decoder(values, bits), binades.round)
+    exponent = math.frexp(values[-1])[1] - 1
     FORMATS.register(Format(name, bits, values[-1], -values[-1], torch.uint8, *codec, table, exponent=exponent))
 
 
-for _name, _dtype, _top, _exponent in (
-    ("fp8_e4m3", torch.float8_e4m3fn, 448.0, 8),
-    ("fp8_e5m2", torch.float8_e5m2, 57344.0, 15),
+for _name, _dtype, _top, _mantissa, _low in (
+    ("fp8_e4m3", torch.float8_e4m3fn, 448.0, 3, -6),
+    ("fp8_e5m2", torch.float8_e5m2, 57344.0, 2, -14),
 ):
-    _codec = (_caster(_dtype, _top), _widen, _cast_rounder(_dtype, _top))
-    FORMATS.register(Format(_name, 8, _top, -_top, _dtype, *_codec, exponent=_exponent))
-_register("fp6_e3m2", 3, 2, -2, 4)
-_register("fp6_e2m3", 2, 3, 0, 2)
-_register("fp4_e2m1", 2, 1, 0, 2, round_e2m1)
+    _codec = (_caster(_dtype, _top), _widen, _Binades(_low, _mantissa, _top, 8).round)
+    FORMATS.register(Format(_name, 8, _top, -_top, _dtype, *_codec, exponent=math.frexp(_top)[1] - 1))
+_register("fp6_e3m2", 3, 2)
+_register("fp6_e2m3", 2, 3)
+_register("fp4_e2m1", 2, 1)
 E2M1 = grid(2, 1)
 
 _NVFP4 = QuantSpec("fp4_e2m1", "group", 16, scale_format="fp8_e4m3", global_scale="tensor")
