@@ -90,7 +90,7 @@ class Format:
         missing = -codes.shape[-1] % self.cell
         codes = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
         if self.bits == 4:
-            codes = codes.view(torch.uint8)
+            codes = codes.to(torch.uint8)
             return (codes[..., 0::2] & 0xF).bitwise_or_(codes[..., 1::2] << 4)
         cells = (codes.to(torch.int32) & (2**self.bits - 1)).unflatten(-1, (-1, self.cell))
         shift = torch.arange(0, self.cell * self.bits, self.bits, dtype=torch.int32, device=codes.device)
