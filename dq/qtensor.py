@@ -6,16 +6,16 @@ Source for NVFP4's two levels: `global = amax/(6*448)`, `block = E4M3(clamp(amax
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dq.granularity import from_blocks, pieces, to_blocks
-from dq.profiles import find_profile
+from dq.profiles import convention
 from dq.registry import DQError
-from dq.scales import RANGE, Blocks, divide, find_rule, storable
+from dq.scales import RANGE, Blocks, divide, find_rule, rounded, step_of, storable
 from dq.scales import amax as block_amax
 from dq.spec import DOUBLE_BLOCK, QuantSpec
 
@@ -100,9 +100,7 @@ def effective_scale(scales: Scales, spec: QuantSpec) -> Tensor:
 
 def _step(scales: Scales, spec: QuantSpec, r: slice, i: slice, j: slice, shape: tuple[int, int]) -> Tensor:
     """What one code step is worth in one piece, float32 [R, G]."""
-    step = effective_scale(scales, spec)[i, j]
-    unit = _unit(scales.global_scale, spec, r, shape)
-    return step if unit is None else step * unit
+    return step_of(effective_scale(scales, spec)[i, j], _unit(scales.global_scale, spec, r, shape), spec)
 
 
 def _unit(global_scale: Tensor | None, spec: QuantSpec, r: slice, shape: tuple[int, int]) -> Tensor | None:
@@ -134,9 +132,10 @@ def choose_scale(
     importance: Tensor | None = None,
     hessian: Tensor | None = None,
 ) -> Scales:
-    """Scales of a float32 tensor [rows, K] by the spec's rule.
+    """Scales of a float tensor [rows, K] by the spec's rule.
 
     Args:
+        x: computed with in float32, unless the spec's profile computes in the dtype of the tensor.
         amax: for `global_scale="tensor"`, the largest |x| that the second level must cover (float32 scalar), e.g. the
             maximum over q, k and v so that they share it; default: this tensor's own.
         importance: float32 [K], E[x_k^2] of the input, for the weighted rules.
@@ -144,14 +143,14 @@ def choose_scale(
     """
     if spec.fmt.identity:
         return Scales(x.new_zeros(spec.scale_shape(*x.shape)))
-    rule = find_rule(spec)
+    rule, dtype, x = find_rule(spec), _dtype(x, spec), x.to(torch.float32)
     grid: list[tuple[slice, Tensor]] = []
     zeros: list[tuple[slice, Tensor]] = []
     units = []
     for r, c, _, _ in pieces(spec, *x.shape):
         part = x[r, c]
-        unit = _second_level(part, spec, rule.ceiling, amax)
-        blocks = Blocks(to_blocks(part, spec), spec, part.new_ones(1) if unit is None else unit)
+        unit = _second_level(part, spec, rule.ceiling, amax, dtype)
+        blocks = Blocks(to_blocks(part, spec), spec, part.new_ones(1) if unit is None else unit, dtype=dtype)
         blocks = _with_statistics(blocks, part.shape, importance, hessian, c)
         scale, zero = _piece_scale(blocks, rule)
         grid.append((r, scale))
@@ -162,8 +161,15 @@ def choose_scale(
     return _stored(scale, _joined_units(units, spec), zero_point, spec)
 
 
-def _second_level(part: Tensor, spec: QuantSpec, ceiling: float | None, amax: Tensor | None) -> Tensor | None:
-    """`amax / (format.max * ceiling)`: [rows, 1] per token, [1] per tensor."""
+def _dtype(x: Tensor, spec: QuantSpec) -> torch.dtype:
+    """The dtype that scales are computed in."""
+    return x.dtype if convention(spec).native else torch.float32
+
+
+def _second_level(
+    part: Tensor, spec: QuantSpec, ceiling: float | None, amax: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """`amax / (format.max * ceiling)`, or its inverse where the profile says so: [rows, 1] per token, [1] a tensor."""
     if spec.global_scale is None:
         return None
     if spec.global_scale == "token":
@@ -171,6 +177,9 @@ def _second_level(part: Tensor, spec: QuantSpec, ceiling: float | None, amax: Te
     else:
         whole = (block_amax(part.reshape(1, -1)) if amax is None else amax).to(part).reshape(1)
     top = spec.fmt.max * (ceiling or RANGE[spec.scale_format][1])
+    if convention(spec).levels == "inverse":
+        unit = rounded(torch.full_like(whole, top) / whole.clamp(min=_TINY), dtype)
+        return torch.where(torch.isfinite(unit), unit, 1.0)  # where it overflows, also for a tensor of zeros
     return torch.where(whole > 0, divide(whole, top).clamp(min=_TINY), 1.0)
 
 
@@ -188,25 +197,22 @@ def _with_statistics(blocks: Blocks, shape, importance: Tensor | None, hessian: 
     if importance is not None:
         rows = 1 if spec.strategy in ("channel", "token", "group") else shape[0]
         view = to_blocks(importance[c].to(blocks.x).expand(rows, -1), spec)
-        blocks = Blocks(blocks.x, spec, blocks.unit, view, None)
+        blocks = replace(blocks, importance=view)
     if hessian is not None:
         if not spec.group_size or hessian.shape[0] % spec.group_size:
             raise DQError("a local Hessian needs groups that divide K")
         g = spec.group_size
         tiles = hessian.to(blocks.x).reshape(-1, g, hessian.shape[0] // g, g)
-        blocks = Blocks(blocks.x, spec, blocks.unit, blocks.importance, tiles.diagonal(dim1=0, dim2=2).permute(2, 0, 1))
+        blocks = replace(blocks, hessian=tiles.diagonal(dim1=0, dim2=2).permute(2, 0, 1))
     return blocks
 
 
 def _piece_scale(blocks: Blocks, rule) -> tuple[Tensor, Tensor]:
     """Scale and zero point of every block; blocks of zeros get the profile's choice."""
-    spec, profile = blocks.spec, find_profile(blocks.spec.profile)
-    if spec.has_zero_point:
+    if blocks.spec.has_zero_point:
         return _asymmetric(blocks, rule)
-    scale = rule.choose(blocks, **dict(spec.rule_params))
-    low = profile.low.get(spec.scale_format, 0.0)
-    zero = max(profile.zero.get(spec.scale_format, 1.0), low)
-    return torch.where(block_amax(blocks.x) > 0, scale.clamp(min=low), zero), scale
+    scale = rule.choose(blocks, **dict(blocks.spec.rule_params))
+    return torch.where((block_amax(blocks.x) > 0) & (scale > 0), scale, convention(blocks.spec).zero), scale
 
 
 def _asymmetric(blocks: Blocks, rule) -> tuple[Tensor, Tensor]:
@@ -215,14 +221,19 @@ def _asymmetric(blocks: Blocks, rule) -> tuple[Tensor, Tensor]:
     Raises:
         DQError: a rule other than absmax (here: min and max), or a second level.
     """
-    spec = blocks.spec
+    spec, rules = blocks.spec, convention(blocks.spec)
     if rule.name != "absmax" or spec.global_scale:
         raise DQError(f"asymmetric {spec.format} takes the rule absmax (min and max) and one level of scales")
     x = blocks.x
-    low = x.amin(-1).clamp(max=0.0) if x.shape[-1] else x.new_zeros(x.shape[:-1])
-    high = x.amax(-1).clamp(min=0.0) if x.shape[-1] else low
-    scale = torch.where(high > low, storable(divide(high - low, spec.fmt.max), spec), 1.0)
-    return scale, torch.round(-low / scale).clamp(0.0, spec.fmt.max)
+    low = x.amin(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+    high = x.amax(-1) if x.shape[-1] else low
+    if rules.include_zero:
+        low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    span = rounded(high - low, blocks.dtype)
+    scale = storable(rounded(divide(span, spec.fmt.max), blocks.dtype), spec)
+    scale = torch.where((span > 0) & (scale > 0), scale, rules.zero)
+    zero = torch.round(rounded(-low / scale, blocks.dtype)).clamp(0.0, spec.fmt.max)
+    return scale, torch.where(span > 0, zero, (spec.fmt.max + 1) / 2) if rules.middle else zero
 
 
 def _stored(scale: Tensor, unit: Tensor | None, zero_point: Tensor | None, spec: QuantSpec) -> Scales:
@@ -265,27 +276,46 @@ def quantize(
     if x.dim() != 2:
         raise DQError(f"{name} must be 2-D to be quantized, got shape {tuple(x.shape)}")
     check_finite(x, name)
-    work = x.detach().to(torch.float32)
-    scales = choose_scale(work, spec, amax, importance=importance, hessian=hessian)
-    return encode(work, scales, spec)
+    scales = choose_scale(x.detach(), spec, amax, importance=importance, hessian=hessian)
+    return encode(x.detach(), scales, spec)
 
 
-def _scaled(x: Tensor, step: Tensor, spec: QuantSpec) -> Tensor:
-    return x * (1.0 / step) if find_profile(spec.profile).reciprocal else x / step
+def _scaled(x: Tensor, scale: Tensor, unit: Tensor | None, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+    """Elements [R, G, E] in code steps, by the profile's operations; `scale` [R, G], second level `unit` or None."""
+    rules = convention(spec)
+    wide = unit is not None or spec.scale_format not in ("bf16", "fp16") or not rules.native
+    dtype = torch.float32 if wide else torch.promote_types(dtype, spec.scale_dtype)
+    if rules.reciprocal:
+        factor = 1.0 / scale if unit is None else (1.0 / unit) / scale
+        return rounded(x * rounded(factor, dtype)[..., None], dtype)
+    step = step_of(scale, unit, spec)
+    step = step.clamp(min=rules.divisor_low) if rules.divisor_low else step
+    return rounded(x / step[..., None], dtype)
+
+
+def _with_signed_zeros(codes: Tensor, scaled: Tensor, spec: QuantSpec) -> Tensor:
+    """Codes of small floats, with the code of -0 where the profile has it."""
+    rules = convention(spec)
+    if rules.signed_zero == "never" or spec.fmt.exponent is None or spec.fmt.bits >= 8:
+        return codes
+    below = torch.signbit(scaled) if rules.signed_zero == "signbit" else scaled < 0
+    return torch.where((codes == 0) & below, 1 << (spec.fmt.bits - 1), codes)
 
 
 def encode(x: Tensor, scales: Scales, spec: QuantSpec) -> QTensor:
-    """Codes of a float32 tensor [rows, K] at given scales."""
+    """Codes of a float tensor [rows, K] at given scales, in float32 unless the spec's profile says otherwise."""
+    dtype, x = x.dtype, x.to(torch.float32)
     out = []
     for r, c, i, j in pieces(spec, *x.shape):
         blocks = to_blocks(x[r, c], spec)
         if spec.fmt.identity:
             codes = spec.fmt.encode(blocks)
         else:
-            scaled = _scaled(blocks, _step(scales, spec, r, i, j, x.shape)[..., None], spec)
+            unit = _unit(scales.global_scale, spec, r, x.shape)
+            scaled = _scaled(blocks, effective_scale(scales, spec)[i, j], unit, spec, dtype)
             if scales.zero_point is not None:
                 scaled = torch.round(scaled) + scales.zero_point[i, j].to(torch.float32)[..., None]
-            codes = spec.fmt.encode(scaled)
+            codes = _with_signed_zeros(spec.fmt.encode(scaled), scaled, spec)
         out.append((r, from_blocks(codes, spec, x[r, c].shape[0], x[r, c].shape[1])))
     codes = _join(out, spec)
     padding = spec.padded_width(x.shape[1]) - codes.shape[1]
@@ -300,12 +330,13 @@ def fake_quantize(x: Tensor, spec: QuantSpec) -> Tensor:
 
     Scales are per row (or per group of a row), so one sample never depends on another in its batch.
     """
-    work = x.to(torch.float32).reshape(-1, x.shape[-1])
+    work = x.reshape(-1, x.shape[-1])
+    dtype = _dtype(work, spec)
+    work = work.to(dtype)
     if spec.has_zero_point or spec.k_segments or spec.row_segments or spec.fmt.identity:
         return encode(work, choose_scale(work, spec), spec).dequantize().reshape(x.shape)
-    scales = choose_scale(work, spec)
-    whole = slice(0, None)
-    step = _step(scales, spec, slice(0, len(work)), whole, whole, work.shape)[..., None]
-    blocks = to_blocks(work, spec)
-    out = from_blocks(spec.fmt.round(_scaled(blocks, step, spec)) * step, spec, *work.shape)
+    scales, work = choose_scale(work, spec), work.to(torch.float32)
+    scale, unit = effective_scale(scales, spec), _unit(scales.global_scale, spec, slice(0, len(work)), work.shape)
+    codes = spec.fmt.round(_scaled(to_blocks(work, spec), scale, unit, spec, dtype))
+    out = from_blocks(codes * step_of(scale, unit, spec)[..., None], spec, *work.shape)
     return out[:, : x.shape[-1]].reshape(x.shape)

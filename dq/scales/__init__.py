@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dq.profiles import convention
 from dq.registry import DQError, Registry
 from dq.spec import QuantSpec
 
@@ -41,10 +42,26 @@ def divide(x: Tensor, number: float) -> Tensor:
     return x / torch.full_like(x, number)
 
 
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 values rounded to what a 16-bit dtype holds: the result of arithmetic in that dtype."""
+    return x if dtype.itemsize > 2 else x.to(dtype).to(torch.float32)
+
+
+def step_of(scale: Tensor, unit: Tensor | None, spec: QuantSpec) -> Tensor:
+    """What one code step is worth, from a block scale and the second level as it is stored."""
+    if unit is None:
+        return scale
+    return scale / unit if convention(spec).levels == "inverse" else scale * unit
+
+
 def storable(scale: Tensor, spec: QuantSpec) -> Tensor:
-    """The nearest scale that the storage format holds, as float32; clamped into its range, never 0 or infinite."""
-    low, high = RANGE[spec.scale_format]
-    scale = scale.clamp(low, high)
+    """The nearest scale that the storage format holds, as float32; clamped into its range, never infinite.
+
+    Never 0 either, unless the spec's profile says so; `choose_scale` replaces such a scale.
+    """
+    smallest, high = RANGE[spec.scale_format]
+    low = convention(spec).low
+    scale = scale.clamp(smallest if low is None else low, high)
     if spec.scale_format in ("fp16", "bf16", "fp8_e4m3"):
         return scale.to(spec.scale_dtype).to(torch.float32)
     return scale
@@ -57,9 +74,10 @@ class Blocks:
     Attributes:
         x: float32 [R, G, E]; one scale per [R, G].
         spec: the grid.
-        unit: second-level scale, broadcastable to [R, G]; ones without a second level.
+        unit: second-level scale as it is stored, broadcastable to [R, G]; ones without a second level.
         importance: E[x_k^2] of the input that each element meets, broadcastable to [R, G, E], or None.
         hessian: E[x x^T] within each group, [G, E, E], or None.
+        dtype: dtype in which scales are computed: float32, or the tensor's own where the profile says so.
     """
 
     x: Tensor
@@ -67,20 +85,29 @@ class Blocks:
     unit: Tensor
     importance: Tensor | None = None
     hessian: Tensor | None = None
+    dtype: torch.dtype = torch.float32
 
     def absmax(self) -> Tensor:
-        """[R, G]: `amax / divisor / unit`, not yet rounded to the storage format."""
-        return divide(amax(self.x), self.spec.fmt.divisor) / self.unit
+        """[R, G]: the scale at which the largest value of a block lands on the largest code, see `reaching`."""
+        return self.reaching(amax(self.x), self.spec.fmt.divisor)
+
+    def reaching(self, top: Tensor, divisor: float) -> Tensor:
+        """[R, G]: `top / divisor / unit` in the profile's order of operations, not yet rounded to its storage."""
+        levels = convention(self.spec).levels
+        if levels == "joint":
+            return top / (self.unit * divisor)
+        scale = rounded(divide(top, divisor), self.dtype)
+        return self.unit * scale if levels == "inverse" else scale / self.unit
 
     def round(self, scale: Tensor, target: str = "native") -> Tensor:
         """x as it comes out at these scales. `e4m3`: as a GEMM on FP8 tensor cores multiplies it, every product
         `element * scale` rounded to E4M3 (a power of two in front keeps the largest, 6 * 448, inside its range)."""
-        step = (scale * self.unit)[..., None]
+        step = step_of(scale, self.unit, self.spec)[..., None]
         values = self.spec.fmt.round(self.x / step)
         if target == "native":
             return values * step
         executed = (values * (scale / 8)[..., None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).to(torch.float32)
-        return executed * (self.unit * 8)[..., None]
+        return executed * step_of(torch.full_like(scale[:1, :1], 8.0), self.unit, self.spec)[..., None]
 
     def error(self, scale: Tensor, norm: float = 2.0, target: str = "native", weight: str = "none") -> Tensor:
         """[R, G]: sum over the block of `w_k |x_k - x^_k|^norm`; `hessian` takes `d^T H d` instead.

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dq.scales import SCALE_RULES, Blocks, ScaleRule, amax, best_of, divide, storable
+from dq.scales import SCALE_RULES, Blocks, ScaleRule, amax, best_of, storable
 
 WINDOW = (-6, 10)  # code offsets that held the optimum on Gaussian, Laplace and Student-t data
 
@@ -23,8 +23,8 @@ def four_over_six(blocks: Blocks) -> Tensor:
 
     def candidates(part: Blocks) -> Iterator[Tensor]:
         top = amax(part.x)
-        yield storable(divide(top, 6.0) / part.unit, part.spec)
-        yield storable(divide(top, 4.0) / part.unit, part.spec)
+        yield storable(part.reaching(top, 6.0), part.spec)
+        yield storable(part.reaching(top, 4.0), part.spec)
 
     return best_of(blocks, candidates)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from dq.scales import SCALE_RULES, Blocks, ScaleRule, best_of, divide, storable
+from dq.scales import SCALE_RULES, Blocks, ScaleRule, best_of, storable
 
 
 def percentile(blocks: Blocks, p: float = 99.9) -> Tensor:
@@ -17,7 +17,7 @@ def percentile(blocks: Blocks, p: float = 99.9) -> Tensor:
     low = int(at)
     high = min(low + 1, a.shape[-1] - 1)
     top = ordered[..., low] + (ordered[..., high] - ordered[..., low]) * (at - low)
-    return storable(divide(top, blocks.spec.fmt.divisor) / blocks.unit, blocks.spec)
+    return storable(blocks.reaching(top, blocks.spec.fmt.divisor), blocks.spec)
 
 
 def _ratios(blocks: Blocks, grid: int, maxshrink: float, expand: float) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dq.scales import SCALE_RULES, Blocks, ScaleRule, divide, storable
+from dq.scales import SCALE_RULES, Blocks, ScaleRule, storable
 
 BINS, FIRST = 2048, 128
 
@@ -50,7 +50,7 @@ def choose(blocks: Blocks) -> Tensor:
     rows, groups = blocks.x.shape[:2]
     tops = [threshold(blocks.x[r, g], blocks.spec.fmt.bits) for r in range(rows) for g in range(groups)]
     top = torch.stack(tops).reshape(rows, groups) if tops else blocks.x.new_zeros(rows, groups)
-    return storable(divide(top, blocks.spec.fmt.divisor) / blocks.unit, blocks.spec)
+    return storable(blocks.reaching(top, blocks.spec.fmt.divisor), blocks.spec)
 
 
 SCALE_RULES.register(ScaleRule("entropy", choose))

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dq.profiles import convention
 from dq.scales import SCALE_RULES, Blocks, ScaleRule, amax, best_of, divide
 
 
@@ -49,7 +50,9 @@ def even(blocks: Blocks) -> Tensor:
 
 def _mantissa_bits(blocks: Blocks) -> int:
     """Mantissa bits of the element: E4M3 3, E2M1 1 ...; those of its largest value times a power of two."""
-    fmt = blocks.spec.fmt
+    fmt, other = blocks.spec.fmt, convention(blocks.spec).mantissa
+    if other is not None:
+        return other
     return {"fp8_e4m3": 3, "fp8_e5m2": 2, "fp6_e3m2": 2, "fp6_e2m3": 3, "fp4_e2m1": 1}.get(fmt.name, fmt.bits - 2)
 
 
