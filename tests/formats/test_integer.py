@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dq.qtensor import encode, quantize
+from dq.qtensor import Scales, encode, quantize
 from dq.spec import FORMATS, QuantSpec
 
 BLOCK8 = [0.12, -0.85, 2.4, 0.33, -1.1, 0.05, -0.47, 1.75]
@@ -65,7 +65,7 @@ def test_per_tensor_loses_the_small_row():
 def test_range_scale_saturates():
     """Item 8: at s = 4/255 the code of +2 would be 127.5, which rounds to 128 and is clamped to 127."""
     s = torch.full((1, 1), 4 / 255)
-    q = encode(torch.tensor([[1.5, -0.5, 2.0]]), s, None, QuantSpec("int8", "tensor"))
+    q = encode(torch.tensor([[1.5, -0.5, 2.0]]), Scales(s), QuantSpec("int8", "tensor"))
     assert codes(q) == [[96, -32, 127]]
     assert q.dequantize()[0, 0] == pytest.approx(1.505882, abs=1e-6)
 

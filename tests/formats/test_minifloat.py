@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dq.qtensor import choose_scale, encode, quantize
+from dq.qtensor import Scales, choose_scale, effective_scale, encode, quantize
 from dq.spec import FORMATS, SPECS, QuantSpec
 
 BLOCK8 = [0.12, -0.85, 2.4, 0.33, -1.1, 0.05, -0.47, 1.75]
@@ -58,7 +58,7 @@ def test_e4m3_range():
 def test_e4m3_steps():
     """Item 5, the element part: the block of 8 at the scale 2^-7."""
     x = torch.tensor([BLOCK8])
-    q = encode(x, torch.full((1, 1), 2.0**-7), None, QuantSpec("fp8_e4m3", "tensor"))
+    q = encode(x, Scales(torch.full((1, 1), 2.0**-7)), QuantSpec("fp8_e4m3", "tensor"))
     assert elements(q)[0].tolist() == [15, -112, 320, 44, -144, 6.5, -60, 224]
     assert mse(q, x) == pytest.approx(1.431143e-3, rel=1e-5)
 
@@ -155,26 +155,31 @@ def test_nvfp4_divides_by_the_rounded_scale():
 )
 def test_e2m1_at_given_scales(scale, expected, error):
     x = torch.tensor([BLOCK16])
-    q = encode(x, torch.full((1, 1), scale), None, QuantSpec("fp4_e2m1", "group", 16))
+    q = encode(x, Scales(torch.full((1, 1), scale)), QuantSpec("fp4_e2m1", "group", 16))
     assert elements(q)[0].tolist() == expected
     assert mse(q, x) == pytest.approx(error, rel=1e-5)
 
 
 def test_zero_blocks_have_finite_scales():
-    """Section 0: a block of zeros gets scale 2^-9 in E4M3 and 1 in float32, codes 0."""
+    """Section 0: a block of zeros gets scale 2^-9 in E4M3, exponent 0 (2^-127) in E8M0 and 1 in float32, values 0."""
     x = torch.zeros(2, 32)
     for named in SPECS:
         q = quantize(x, named.spec)
-        assert not q.codes.any()
-        if named.spec.scale_format == "fp8_e4m3":
-            assert (q.scale.float() == 2.0**-9).all()
+        assert not q.dequantize().any()
+        scale = effective_scale(q.scales, named.spec)
+        assert torch.isfinite(scale).all() and (scale > 0).all()
+        expected = {"fp8_e4m3": 2.0**-9, "e8m0": 2.0**-127, "fp32": 1.0}
+        if named.spec.scale_format in expected:
+            assert (scale == expected[named.spec.scale_format]).all()
+        if named.spec.scale_format == "e8m0":
+            assert not q.scale.any()
     assert quantize(x, QuantSpec("int8", "channel")).scale.tolist() == [[1.0], [1.0]]
 
 
 def test_block_scales_are_clamped():
     """Section 1.5: block scales rest in [2^-9, 448]: far smaller blocks take the smallest scale, none takes 0."""
     x = torch.tensor([[1.0] * 16 + [1e-8] * 16, [1e4] * 16 + [1.0] * 16])
-    scale, _ = choose_scale(x, QuantSpec.parse("nvfp4-single"))
+    scale = choose_scale(x, QuantSpec.parse("nvfp4-single")).scale
     assert scale.float()[0, 1].item() == 2.0**-9
     assert scale.float()[1, 0].item() == 448.0
 
