@@ -29,7 +29,7 @@ class Convention:
         levels: a block scale under a second level, and what an element is divided by:
             `nested`   global = amax/(6*448)   block = (amax_b/6) / global   step = block * global
             `joint`    global = amax/(6*448)   block = amax_b / (6*global)   step = block * global
-            `inverse`  global = 6*448/amax     block = global * (amax_b/6)   step = block / global
+            `inverse`  global = (1/amax)*6*448 block = global * (amax_b/6)   step = block / global
         mantissa: mantissa bits to which the MX mode `even` rounds a maximum; None takes the element's.
         divisor_low: elements are divided by at least this.
         signed_zero: which zeros get the code of -0 in floats under 8 bits: `never`; `negative`, what was below 0 before

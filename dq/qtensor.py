@@ -178,7 +178,8 @@ def _second_level(
         whole = (block_amax(part.reshape(1, -1)) if amax is None else amax).to(part).reshape(1)
     top = spec.fmt.max * (ceiling or RANGE[spec.scale_format][1])
     if convention(spec).levels == "inverse":
-        unit = rounded(torch.full_like(whole, top) / whole.clamp(min=_TINY), dtype)
+        # As torch divides a number by a tensor: through the reciprocal.
+        unit = rounded(rounded(1.0 / whole.clamp(min=_TINY), dtype) * top, dtype)
         return torch.where(torch.isfinite(unit), unit, 1.0)  # where it overflows, also for a tensor of zeros
     return torch.where(whole > 0, divide(whole, top).clamp(min=_TINY), 1.0)
 
