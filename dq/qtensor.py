@@ -6,6 +6,7 @@ Source for NVFP4's two levels: `global = amax/(6*448)`, `block = E4M3(clamp(amax
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from dq.granularity import from_blocks, pieces, to_blocks
 from dq.profiles import convention
-from dq.registry import DQError
+from dq.registry import DQError, Registry
 from dq.scales import RANGE, Blocks, divide, find_rule, rounded, step_of, storable
 from dq.scales import amax as block_amax
 from dq.spec import DOUBLE_BLOCK, QuantSpec
@@ -257,6 +258,23 @@ def _double_quantized(scale: Tensor) -> tuple[Tensor, Tensor]:
     return codes.flatten()[: scale.numel()].reshape(scale.shape), torch.cat([second, mean.reshape(1)])
 
 
+@dataclass(frozen=True)
+class Accelerator:
+    """A kernel that quantizes without importances, bit for bit like `quantize`; registered by dq.kernels.quantize.
+
+    Attributes:
+        refuse: `(x, spec) -> reason`, "" if it can.
+        run: `(x, spec, amax, name) -> QTensor`; raises DQError as `quantize` does.
+    """
+
+    name: str
+    refuse: Callable[[Tensor, QuantSpec], str]
+    run: Callable[[Tensor, QuantSpec, Tensor | None, str], QTensor]
+
+
+ACCELERATORS: Registry[Accelerator] = Registry("accelerator", "dq.kernels.quantize")
+
+
 def quantize(
     x: Tensor,
     spec: QuantSpec,
@@ -276,6 +294,10 @@ def quantize(
     """
     if x.dim() != 2:
         raise DQError(f"{name} must be 2-D to be quantized, got shape {tuple(x.shape)}")
+    if x.is_cuda and importance is None and hessian is None:
+        for kernel in ACCELERATORS:
+            if not kernel.refuse(x, spec):
+                return kernel.run(x, spec, amax, name)
     check_finite(x, name)
     scales = choose_scale(x.detach(), spec, amax, importance=importance, hessian=hessian)
     return encode(x.detach(), scales, spec)

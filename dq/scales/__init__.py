@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from dq.profiles import convention
-from dq.registry import DQError, Registry
-from dq.spec import QuantSpec
+from dq.registry import DQError
+from dq.spec import FORMATS, SCALE_RULES, QuantSpec
 
+SHORT = 64  # elements of a block that is summed pair by pair
 _TINY = torch.finfo(torch.float32).tiny
 RANGE = {
     "fp32": (_TINY, torch.finfo(torch.float32).max),
@@ -42,6 +43,16 @@ def divide(x: Tensor, number: float) -> Tensor:
     return x / torch.full_like(x, number)
 
 
+def tree_sum(x: Tensor) -> Tensor:
+    """Sum over the last axis; short blocks by neighbouring pairs, so that every device and kernel gets the same bits."""
+    size = x.shape[-1]
+    if not size or size > SHORT or size & (size - 1):
+        return x.sum(-1)
+    while x.shape[-1] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x[..., 0]
+
+
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 values rounded to what a 16-bit dtype holds: the result of arithmetic in that dtype."""
     return x if dtype.itemsize > 2 else x.to(dtype).to(torch.float32)
@@ -54,17 +65,29 @@ def step_of(scale: Tensor, unit: Tensor | None, spec: QuantSpec) -> Tensor:
     return scale / unit if convention(spec).levels == "inverse" else scale * unit
 
 
+def ceil_log2(a: Tensor) -> Tensor:
+    """ceil(log2 a) for float32 a > 0, exactly; int32."""
+    mantissa, exponent = torch.frexp(a)
+    return torch.where(mantissa == 0.5, exponent - 1, exponent)
+
+
+def power(k: Tensor) -> Tensor:
+    """2^k as float32, k clamped to [-127, 127]."""
+    return torch.ldexp(torch.ones_like(k, dtype=torch.float32), k.clamp(-127, 127))
+
+
 def storable(scale: Tensor, spec: QuantSpec) -> Tensor:
     """The nearest scale that the storage format holds, as float32; clamped into its range, never infinite.
 
-    Never 0 either, unless the spec's profile says so; `choose_scale` replaces such a scale.
+    Of E8M0 it is the next one above, so that nothing is clipped (DeepSeek's UE8M0). Never 0 either, unless the spec's
+    profile says so; `choose_scale` replaces such a scale.
     """
     smallest, high = RANGE[spec.scale_format]
     low = convention(spec).low
     scale = scale.clamp(smallest if low is None else low, high)
     if spec.scale_format in ("fp16", "bf16", "fp8_e4m3"):
         return scale.to(spec.scale_dtype).to(torch.float32)
-    return scale
+    return power(ceil_log2(scale)) if spec.scale_format == "e8m0" else scale
 
 
 @dataclass(frozen=True)
@@ -105,9 +128,9 @@ class Blocks:
         step = step_of(scale, self.unit, self.spec)[..., None]
         values = self.spec.fmt.round(self.x / step)
         if target == "native":
-            return values * step
-        executed = (values * (scale / 8)[..., None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).to(torch.float32)
-        return executed * step_of(torch.full_like(scale[:1, :1], 8.0), self.unit, self.spec)[..., None]
+            return values.mul_(step)
+        executed = FORMATS.get("fp8_e4m3").round(values.mul_((scale / 8)[..., None]))
+        return executed.mul_(step_of(torch.full_like(scale[:1, :1], 8.0), self.unit, self.spec)[..., None])
 
     def error(self, scale: Tensor, norm: float = 2.0, target: str = "native", weight: str = "none") -> Tensor:
         """[R, G]: sum over the block of `w_k |x_k - x^_k|^norm`; `hessian` takes `d^T H d` instead.
@@ -123,8 +146,8 @@ class Blocks:
             return torch.einsum("rge,gef,rgf->rg", delta, self._need("hessian"), delta)
         power = delta.square_() if norm == 2.0 else delta.abs_().pow_(norm)
         if weight == "importance":
-            power = power * self._need("importance")
-        return power.sum(-1)
+            power = power.mul_(self._need("importance"))
+        return tree_sum(power)
 
     def _need(self, what: str) -> Tensor:
         value = getattr(self, what)
@@ -132,16 +155,20 @@ class Blocks:
             raise DQError(f"scale rule {self.spec.scale_rule!r} needs {what} from calibration; pass it or take 'sweep'")
         return value
 
-    def split(self, elements: int = 1 << 17) -> Iterator[Blocks]:
-        """Runs of rows that fit a cache: searches pass over a block many times."""
+    def split(self) -> Iterator[Blocks]:
+        """Runs of rows: on a CPU what fits a cache, for searches pass over a block many times; else what bounds memory."""
+        elements = 1 << (18 if self.x.device.type == "cpu" else 26)
         rows = max(1, elements // max(1, self.x.shape[1] * self.x.shape[2]))
         for start in range(0, len(self.x), rows):
             part = slice(start, start + rows)
+            x = self.x[part]
+            if x.shape[2] <= SHORT:  # same view, another order in memory: scales then broadcast along long inner loops
+                x = x.permute(2, 0, 1).contiguous().permute(1, 2, 0)
             unit = self.unit[part] if self.unit.dim() and len(self.unit) == len(self.x) > 1 else self.unit
             importance = self.importance
             if importance is not None and len(importance) == len(self.x) > 1:
                 importance = importance[part]
-            yield replace(self, x=self.x[part], unit=unit, importance=importance)
+            yield replace(self, x=x, unit=unit, importance=importance)
 
 
 @dataclass(frozen=True)
@@ -160,9 +187,6 @@ class ScaleRule:
     ceiling: float | None = None
     formats: tuple[str, ...] = ()
     needs: str = ""
-
-
-SCALE_RULES: Registry[ScaleRule] = Registry("scale rule", "dq.scales")
 
 
 def find_rule(spec: QuantSpec) -> ScaleRule:

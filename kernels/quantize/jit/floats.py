@@ -1,0 +1,38 @@
+"""Small floats by integer arithmetic on float32 bits: the same in the interpreter and on GPUs without these types."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def round_float(a, LOW: tl.constexpr, MANTISSA: tl.constexpr):
+    """Rounds a >= 0, at most the grid's largest value, half to even; returns (value, code).
+
+    The step in the binade 2^e of a is 2^s, s = e - MANTISSA, e at least LOW. `a + 2^(23 + s)` has no bits below 2^s, and
+    its mantissa counts steps; the code is that count plus the steps below the binade.
+    """
+    FLOOR: tl.constexpr = (LOW + 127) << 23
+    exponent = tl.maximum(a.to(tl.int32, bitcast=True) & 0x7F800000, FLOOR)
+    lift = exponent + ((23 - MANTISSA) << 23)
+    magic = lift.to(tl.float32, bitcast=True)
+    moved = a + magic
+    code = (moved.to(tl.int32, bitcast=True) - lift) + ((exponent - FLOOR) >> (23 - MANTISSA))
+    return moved - magic, code
+
+
+@triton.jit
+def e4m3_value(code):
+    """float32 of positive E4M3 codes 0..126 (int32)."""
+    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, ((code << 20) + (120 << 23)).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def pair_sum(x, BLOCKS: tl.constexpr):
+    """Sum of [BLOCKS, 16] over its last axis, neighbouring pairs first: the order of the reference.
+
+    A sum of two does not depend on their order, so the bits do not depend on how the compiler reduces.
+    """
+    x = tl.sum(tl.reshape(x, (BLOCKS, 8, 2)), axis=2)
+    x = tl.sum(tl.reshape(x, (BLOCKS, 4, 2)), axis=2)
+    x = tl.sum(tl.reshape(x, (BLOCKS, 2, 2)), axis=2)
+    return tl.sum(x, axis=1)
