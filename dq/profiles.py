@@ -60,6 +60,7 @@ PROFILES: dict[str, dict[str, Convention]] = {
     "dq": {
         "*/fp8_e4m3": Convention(zero=2.0**-9),
         "*/e8m0": Convention(zero=2.0**-127),
+        "*/int8_double": Convention(zero=_TINY),  # 1 would pull the mean and the range of all other scales
         "*/*": Convention(),
     },
     # NVFP4QTensor of NVIDIA Model Optimizer, the dynamic path.

@@ -64,8 +64,8 @@ class QTensor:
         out = []
         for r, c, i, j in pieces(self.spec, rows, width):
             part = values[r] if not self.spec.k_segments else values[r, c]
-            if self.spec.strategy == "tensor" or not self.spec.columns:
-                part = part[:, :width]
+            # Bytes may hold more than whole groups, and rows without groups more than the row.
+            part = part[:, : self.spec.groups(width) * self.spec.columns if self.spec.columns else width]
             blocks = to_blocks(part, self.spec)
             if self.zero_point is not None:
                 blocks = blocks - self.zero_point[i, j].to(torch.float32)[..., None]
@@ -143,7 +143,7 @@ def choose_scale(
         hessian: float32 [K, K], E[x x^T] of the input, for `local_hessian`.
     """
     if spec.fmt.identity:
-        return Scales(x.new_zeros(spec.scale_shape(*x.shape)))
+        return Scales(x.new_zeros(spec.scale_shape(*x.shape), dtype=spec.scale_dtype))
     rule, dtype, x = find_rule(spec), _dtype(x, spec), x.to(torch.float32)
     grid: list[tuple[slice, Tensor]] = []
     zeros: list[tuple[slice, Tensor]] = []
@@ -249,12 +249,16 @@ def _stored(scale: Tensor, unit: Tensor | None, zero_point: Tensor | None, spec:
 
 
 def _double_quantized(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """INT8 codes of `scale - mean` in blocks of 256, and [absmax / 127 of every block ..., mean]. Source: QLoRA."""
+    """INT8 codes of `scale - mean` in blocks of 256, and [absmax / 127 of every block ..., mean]. Source: QLoRA.
+
+    A code whose scale would come out at 0 or below is raised by one: a scale is always positive.
+    """
     mean = scale.mean() if scale.numel() else scale.new_zeros(())
     flat = torch.nn.functional.pad((scale - mean).flatten(), (0, -scale.numel() % DOUBLE_BLOCK))
     blocks = flat.reshape(-1, DOUBLE_BLOCK)
     second = divide(block_amax(blocks), 127.0).clamp(min=_TINY)
-    codes = torch.round(blocks / second[:, None]).clamp(-127, 127).to(torch.int8)
+    codes = torch.round(blocks / second[:, None]).clamp(-127, 127)
+    codes = torch.where(codes * second[:, None] + mean > 0, codes, codes + 1).to(torch.int8)
     return codes.flatten()[: scale.numel()].reshape(scale.shape), torch.cat([second, mean.reshape(1)])
 
 

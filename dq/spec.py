@@ -130,6 +130,7 @@ def _pair_table(fmt: Format, device: torch.device) -> Tensor:
 
 
 FORMATS: Registry[Format] = Registry("format", "dq.formats")
+SCALE_RULES: Registry[Any] = Registry("scale rule", "dq.scales")  # of dq.scales.ScaleRule; here to refuse unknown names
 
 
 @dataclass(frozen=True)
@@ -261,6 +262,7 @@ class QuantSpec:
         if unknown:
             raise DQError(f"unknown QuantSpec field {sorted(unknown)}{suggest(min(unknown), cls.__dataclass_fields__)}")
         FORMATS.get(str(data.get("format", "")))  # refuses an unknown one now, not when the first weight is rounded
+        SCALE_RULES.get(str(data.get("scale_rule", "absmax")))
         return cls(**data)
 
     @classmethod
@@ -272,7 +274,7 @@ class QuantSpec:
         """
         base, _, rule = text.partition("@")
         spec = SPECS.get(base).spec if base in SPECS else cls._parse_plain(base)
-        return spec.with_(scale_rule=rule, rule_params=()) if rule else spec
+        return spec.with_(scale_rule=SCALE_RULES.get(rule).name, rule_params=()) if rule else spec
 
     @classmethod
     def _parse_plain(cls, text: str) -> QuantSpec:
@@ -296,13 +298,12 @@ class QuantSpec:
         return cls(name, strategy or "tensor", dynamic=strategy == "token")
 
     def __str__(self) -> str:
-        plain = self.with_(scale_rule="absmax", rule_params=())
-        rule = "" if self.scale_rule == "absmax" else f"@{self.scale_rule}"
         for named in SPECS:
             if named.spec == self:
                 return named.name
-            if named.spec == plain:
-                return named.name + rule
+            if named.spec == self.with_(scale_rule=named.spec.scale_rule, rule_params=named.spec.rule_params):
+                return f"{named.name}@{self.scale_rule}"
+        rule = "" if self.scale_rule == "absmax" else f"@{self.scale_rule}"
         size = "x".join(map(str, self.block_size)) if self.block_size else self.group_size or ""
         scale = f"/{self.scale_format}" if self.dynamic and self.strategy == "group" else ""
         return f"{self.format}/{self.strategy}{size}{scale}{rule}"

@@ -11,13 +11,14 @@ k is clamped to [-127, 127]. Exponents are read from the bits of a, so powers of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from dq.profiles import convention
-from dq.scales import SCALE_RULES, Blocks, ScaleRule, amax, best_of, divide
+from dq.scales import SCALE_RULES, Blocks, ScaleRule, amax, best_of, ceil_log2, divide, power
 
 
 def floor_log2(a: Tensor) -> Tensor:
@@ -25,14 +26,9 @@ def floor_log2(a: Tensor) -> Tensor:
     return torch.frexp(a).exponent - 1
 
 
-def power(k: Tensor) -> Tensor:
-    """2^k as float32, k clamped to [-127, 127]."""
-    return torch.ldexp(torch.ones_like(k, dtype=torch.float32), k.clamp(-127, 127))
-
-
 def _emax(blocks: Blocks) -> int:
-    exponent = blocks.spec.fmt.exponent
-    return 0 if exponent is None else exponent
+    """floor(log2(max)) of the element, 2 for INT4 as for E2M1."""
+    return math.frexp(blocks.spec.fmt.max)[1] - 1
 
 
 def floor(blocks: Blocks) -> Tensor:
@@ -58,13 +54,11 @@ def _mantissa_bits(blocks: Blocks) -> int:
 
 def ceil(blocks: Blocks) -> Tensor:
     """One more than `floor` unless the maximum is a power of two."""
-    mantissa, exponent = torch.frexp(amax(blocks.x))
-    return power(torch.where(mantissa == 0.5, exponent - 1, exponent) - _emax(blocks))
+    return power(ceil_log2(amax(blocks.x)) - _emax(blocks))
 
 
 def _rceil(blocks: Blocks) -> Tensor:
-    mantissa, exponent = torch.frexp(divide(amax(blocks.x), blocks.spec.fmt.max))
-    return torch.where(mantissa == 0.5, exponent - 1, exponent)
+    return ceil_log2(divide(amax(blocks.x), blocks.spec.fmt.max))
 
 
 def rceil(blocks: Blocks) -> Tensor:
