@@ -16,7 +16,7 @@ import torch
 from dq.qtensor import quantize
 from dq.spec import QuantSpec
 
-pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, of the extra dev")
+pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, see the extra interop")
 
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme

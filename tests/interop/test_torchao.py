@@ -20,7 +20,7 @@ import torch
 from dq.qtensor import quantize
 from dq.spec import QuantSpec
 
-pytest.importorskip("torchao", reason="needs torchao, of the extra dev")
+pytest.importorskip("torchao", reason="needs torchao, see the extra interop")
 
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
