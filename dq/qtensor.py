@@ -38,7 +38,7 @@ class QTensor:
     Attributes:
         codes: [rows, packed K], dtype `spec.fmt.storage`. K is padded with zeros to whole groups and bytes.
         scale: `spec.scale_shape(rows, K)` in `spec.scale_dtype`.
-        global_scale: None, or float32 of `spec.global_shape(rows, K)`.
+        global_scale: None, or float32 of `spec.global_shape(rows, K)`; the inverse where the profile stores that.
         spec: how to read them.
         shape: (rows, K), without padding.
         zero_point: None, or uint8 of the shape of `scale`.
