@@ -56,7 +56,9 @@ def why_not(weight: Tensor, spec: QuantSpec) -> str:
         return f"dtype {weight.dtype}"
     if not _plain(spec):
         return "only NVFP4 with at most one global scale for the tensor, without segments or foreign profiles"
-    return "" if _rule(spec) is not None else f"scale rule {spec.scale_rule}{dict(spec.rule_params) or ''} has no kernel"
+    return (
+        "" if _rule(spec) is not None else f"scale rule {spec.scale_rule}{dict(spec.rule_params) or ''} has no kernel"
+    )
 
 
 def _launch(x: Tensor, spec: QuantSpec, amax: Tensor | None) -> tuple[QTensor, Tensor]:

@@ -8,8 +8,8 @@ import triton.language as tl
 def round_float(a, LOW: tl.constexpr, MANTISSA: tl.constexpr):
     """Rounds a >= 0, at most the grid's largest value, half to even; returns (value, code).
 
-    The step in the binade 2^e of a is 2^s, s = e - MANTISSA, e at least LOW. `a + 2^(23 + s)` has no bits below 2^s, and
-    its mantissa counts steps; the code is that count plus the steps below the binade.
+    The step in the binade 2^e of a is 2^s, s = e - MANTISSA, e at least LOW. `a + 2^(23 + s)` has no bits below 2^s,
+    and its mantissa counts steps; the code is that count plus the steps below the binade.
     """
     FLOOR: tl.constexpr = (LOW + 127) << 23
     exponent = tl.maximum(a.to(tl.int32, bitcast=True) & 0x7F800000, FLOOR)
@@ -23,7 +23,9 @@ def round_float(a, LOW: tl.constexpr, MANTISSA: tl.constexpr):
 @triton.jit
 def e4m3_value(code):
     """float32 of positive E4M3 codes 0..126 (int32)."""
-    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, ((code << 20) + (120 << 23)).to(tl.float32, bitcast=True))
+    return tl.where(
+        code < 8, code.to(tl.float32) * 0.001953125, ((code << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    )
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def _second_level(amax_ptr, TWO_LEVELS: tl.constexpr):
 
 @triton.jit
 def _error(a, scale, unit, E4M3: tl.constexpr, BLOCKS: tl.constexpr):
-    """Squared error of |x| [BLOCKS, 16] at the block scales [BLOCKS]; E4M3: of the value as FP8 tensor cores have it."""
+    """Squared error of |x| [BLOCKS, 16] at block scales [BLOCKS]; E4M3: of the value as FP8 tensor cores run it."""
     step = scale * unit
     value, _ = round_float(tl.minimum(tl.div_rn(a, step[:, None]), 6.0), 0, 1)
     if E4M3:

@@ -1,0 +1,87 @@
+"""Triton's NVFP4 against the torch reference; a script, because Triton reads TRITON_INTERPRET when kernels are defined.
+
+TRITON_INTERPRET=1 python quantize_cases.py cpu        python quantize_cases.py cuda
+"""
+
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from dq.qtensor import ACCELERATORS, choose_scale, encode
+from dq.spec import SPECS, QuantSpec
+
+SHAPES = ((5, 5), (3, 40), (33, 264))
+NVFP4 = SPECS.get("nvfp4").spec
+RULES = (
+    NVFP4,
+    NVFP4.with_(scale_rule="sweep"),
+    NVFP4.with_(scale_rule="sweep", rule_params=(("target", "e4m3"),)),
+)
+
+
+def tensors(shapes: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, torch.Tensor, float | None]]:
+    """(name, tensor [N, K] float32, maximum that the second level covers or None)."""
+    g = torch.Generator().manual_seed(0)
+    for shape in shapes:
+        x = torch.randn(shape, generator=g) * torch.randn(shape, generator=g).exp()
+        x[0] = 0.0  # blocks of zeros
+        yield f"wide {shape}", x, None
+        yield f"clipped {shape}", x, 0.5
+        halves = torch.randint(-24, 25, shape, generator=g) / 4
+        halves[:, ::16] = 6.0
+        yield f"ties {shape}", halves, 2688.0  # both scales are 1: quarters lie on the bounds between codes
+    x = torch.randn(8, 64, generator=g)
+    for size in (1e30, 1e-30, 1e-38, 2.0**-149):
+        yield f"times {size}", x * size, None
+    yield "far apart", torch.cat([x * 1e30, x, x * 1e-30, x * 0]), None
+    yield "zeros", torch.zeros(2, 32), None
+    yield "negative zeros", torch.full((2, 32), -0.0), None
+    yield "strided", torch.randn(48, 40, generator=g).t(), None
+
+
+def specs() -> Iterator[QuantSpec]:
+    """Every rule, one rule with a window of its own, and one level instead of two."""
+    yield from RULES
+    yield NVFP4.with_(scale_rule="sweep", rule_params=(("low", -1), ("high", 3)))
+    yield from (r.with_(global_scale=None) for r in RULES)
+
+
+def cases(device: str) -> Iterator[tuple[str, torch.Tensor, float | None, QuantSpec]]:
+    """All tensors, dtypes and specs on a GPU; in the interpreter, which needs 0.1 s for a program, fewer of each."""
+    on_gpu = device != "cpu"
+    for i, (name, x, top) in enumerate(tensors((*SHAPES, (257, 1040), (1024, 3072)) if on_gpu else SHAPES)):
+        for j, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
+            weight = x.to(dtype)
+            # Triton's interpreter misreads subnormal numbers of BF16.
+            misread = not on_gpu and dtype == torch.bfloat16 and 0 < weight.float().abs().max() < 1e-37
+            if not torch.isfinite(weight).all() or misread:
+                continue
+            chosen = list(specs())
+            for spec in chosen if on_gpu else dict.fromkeys((chosen[0], chosen[(i + j) % len(chosen)])):
+                yield f"{name}, {dtype}, {spec} {spec.rule_params} {spec.global_scale}", weight, top, spec
+
+
+def differences(device: str) -> list[str]:
+    """What differs from the reference, computed on the CPU; empty if nothing does."""
+    found, kernel = [], ACCELERATORS.get("nvfp4")
+    for name, weight, top, spec in cases(device):
+        moved, amax = weight.to(device), None if top is None else torch.tensor(top)
+        assert not kernel.refuse(moved, spec), kernel.refuse(moved, spec)
+        got = kernel.run(moved, spec, amax, "weight")
+        want = encode(weight.float(), choose_scale(weight.float(), spec, amax), spec)
+        for part in ("codes", "scale", "global_scale"):
+            a, b = getattr(got, part), getattr(want, part)
+            if (a is None) != (b is None) or (a is not None and not torch.equal(_bytes(a), _bytes(b))):
+                found.append(f"{name}: {part}")
+    return found
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.cpu().view(torch.uint8)
+
+
+if __name__ == "__main__":
+    problems = differences(sys.argv[1])
+    print("\n".join(problems) or "equal")
+    sys.exit(bool(problems))
