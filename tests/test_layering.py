@@ -9,7 +9,7 @@ ROWS = (
     ("_layout", "version"),
     ("registry",),
     ("spec",),
-    ("formats",),
+    ("formats", "packing"),
     ("qtensor",),
     ("stats", "records", "family"),
     ("transforms", "rounding"),
