@@ -1,4 +1,4 @@
-"""Dense bit streams: code i of a row is bits [i*b, (i+1)*b) of it, lowest first, in bytes or int32, padded with zeros."""
+"""Dense bit streams: code i of a row is its bits [i*b, (i+1)*b), lowest first, in bytes or int32, padded with zeros."""
 
 from collections.abc import Sequence
 from functools import partial
