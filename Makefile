@@ -4,8 +4,11 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 PY := $(VENV)/bin/python
-STAMP := $(VENV)/.installed
-EXTRAS := eval,lora,dev
+DEMO_STAMP := $(VENV)/.installed-demo
+TEST_STAMP := $(VENV)/.installed-test
+
+EXTRAS_demo := eval
+EXTRAS_test := eval,lora,interop,dev
 
 .PHONY: help install test demo lint format clean
 .DEFAULT_GOAL := help
@@ -15,28 +18,28 @@ help:
 	@echo "make demo    quantize the demo model, write report.html"
 	@echo "make lint    ruff check and format --check;  make format  applies both;  make clean  removes what was built"
 
-install: $(STAMP)
+install: $(TEST_STAMP)
 
 # A venv made by other means is completed, not replaced. torch and torchvision go first and as a pair: the two must match.
-$(STAMP): pyproject.toml constraints.txt
+$(VENV)/.installed-%: pyproject.toml constraints.txt
 	@test -x $(PY) || { $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dq needs Python 3.11 or later; set PYTHON=")' && $(PYTHON) -m venv $(VENV); }
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip
 	$(PY) -m pip install --quiet --constraint constraints.txt torch==2.14.1 torchvision==0.29.1
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS_$*)]'
 	@touch $@
 
 # The suite includes ruff, the layering, the size and the packaging tests; no test reaches a network.
-test: $(STAMP)
+test: $(TEST_STAMP)
 	HF_HUB_OFFLINE=1 $(PY) -m pytest $(ARGS)
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(PY) -m dq.cli demo --out report.html $(ARGS)
 
-lint: $(STAMP)
+lint: $(TEST_STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-format: $(STAMP)
+format: $(TEST_STAMP)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 

@@ -5,7 +5,7 @@ import ast
 FILE_LINES = 400
 FUNCTION_LINES = 30
 SHORT_FUNCTIONS = 0.90
-CORE_LINES = 3300
+CORE_LINES = 3000
 COMMAND_LINE = ("dq/cli.py", "dq/showcase.py", "dq/catalogue.py")
 DEPTH = 2
 
@@ -37,11 +37,27 @@ def test_folders_are_shallow(root, sources):
     assert not deep, f"more than {DEPTH} folders below the top one: {sorted(deep)}"
 
 
+def _code_lines(source) -> int:
+    """Lines that hold code: docstrings, comments and blank lines do not make a core harder to read."""
+    lines = set()
+    documents = {
+        id(node.body[0].value)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None
+    }
+    for node in ast.walk(source.tree):
+        if hasattr(node, "lineno") and id(node) not in documents and not isinstance(node, ast.Expr):
+            lines.update(
+                (node.lineno, node.end_lineno) if hasattr(node, "body") else range(node.lineno, node.end_lineno + 1)
+            )
+    return len(lines)
+
+
 def test_core_is_small(sources):
     """Numbers and algorithms; the command line on top of everything does not count."""
     core = [s for s in sources if s.name.startswith("dq/") and s.name not in COMMAND_LINE]
-    total = sum(len(s.text.splitlines()) for s in core)
-    assert total <= CORE_LINES, f"dq/ has {total} lines, the limit is {CORE_LINES}"
+    total = sum(_code_lines(s) for s in core)
+    assert total <= CORE_LINES, f"dq/ has {total} lines of code, the limit is {CORE_LINES}"
 
 
 def test_folders_are_packages(root, sources):
