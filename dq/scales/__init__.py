@@ -202,7 +202,11 @@ def find_rule(spec: QuantSpec) -> ScaleRule:
 
 
 def best_of(blocks: Blocks, candidates: Callable[[Blocks], Iterator[Tensor]], **error) -> Tensor:
-    """Per block, the candidate scale of least error; the first of equals. Works chunk by chunk."""
+    """Per block, the candidate scale of least error; the first of equals. Works chunk by chunk.
+
+    Errors are float32: where the squares of a block's values leave its range (below 1e-19, above 1e19), the first
+    candidate stays.
+    """
     out = []
     for part in blocks.split():
         best = least = None

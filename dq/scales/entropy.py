@@ -10,46 +10,52 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dq.scales import SCALE_RULES, Blocks, ScaleRule, storable
+from dq.scales import SCALE_RULES, Blocks, ScaleRule, amax, storable
 
-BINS, FIRST = 2048, 128
+BINS, FIRST, STRIDE = 2048, 128, 4
+CHUNK = 256  # blocks whose histograms are looked at together
 
 
-def _divergence(counts: Tensor, i: int, levels: int) -> float:
-    p = counts[:i].clone()
-    p[-1] += counts[i:].sum()
-    edges = torch.div(torch.arange(i, device=counts.device) * levels, i, rounding_mode="floor")
-    filled = (counts[:i] > 0).to(counts.dtype)
-    mass = torch.zeros(levels, dtype=counts.dtype, device=counts.device).index_add_(0, edges, counts[:i])
-    many = torch.zeros_like(mass).index_add_(0, edges, filled)
-    q = (mass / many.clamp(min=1))[edges] * filled
-    p, q = p / p.sum(), q / q.sum().clamp(min=1e-30)
-    at = p > 0
-    return float((p[at] * (p[at] / q[at].clamp(min=1e-30)).log()).sum())
+def _histogram(a: Tensor, top: Tensor) -> Tensor:
+    """Counts [B, BINS] of |x| [B, E] over 0..top [B]; the first bin takes the count of the second."""
+    at = (a / top[:, None] * BINS).to(torch.int64).clamp_(max=BINS - 1)
+    counts = a.new_zeros(len(a), BINS, dtype=torch.float64)
+    counts.scatter_add_(1, at, torch.ones_like(a, dtype=torch.float64))
+    counts[:, 0] = counts[:, 1]
+    return counts
+
+
+def _divergence(counts: Tensor, i: int, levels: int) -> Tensor:
+    """KL(P || Q) [B] at a threshold after bin i."""
+    head = counts[:, :i]
+    p = head.clone()
+    p[:, -1] += counts[:, i:].sum(1)
+    level = torch.div(torch.arange(i, device=counts.device) * levels, i, rounding_mode="floor")
+    filled = (head > 0).to(counts.dtype)
+    mass = counts.new_zeros(len(counts), levels).index_add_(1, level, head)
+    many = counts.new_zeros(len(counts), levels).index_add_(1, level, filled)
+    q = (mass / many.clamp(min=1))[:, level] * filled
+    p, q = p / p.sum(1, keepdim=True).clamp(min=1e-30), q / q.sum(1, keepdim=True).clamp(min=1e-30)
+    return torch.where(p > 0, p * (p.clamp(min=1e-30) / q.clamp(min=1e-30)).log(), 0.0).sum(1)
 
 
 def threshold(x: Tensor, bits: int) -> Tensor:
-    """The value of |x| above which to clip one block, a float32 scalar."""
-    a = x.abs().flatten()
-    top = a.amax()
-    if not top > 0:
-        return top
-    counts = torch.histc(a.to(torch.float32), BINS, 0.0, float(top)).to(torch.float64)
-    counts[0] = counts[1]
-    levels = 2 ** (bits - 1)
-    best, at = float("inf"), BINS
-    for i in range(FIRST, BINS + 1, 4):
-        now = _divergence(counts, i, levels)
-        if now <= best:
-            best, at = now, i
-    return top * at / BINS
+    """The value of |x| above which to clip, for each row of x [B, E]; 0 for a row of zeros."""
+    top = amax(x)
+    counts = _histogram(x.abs(), torch.where(top > 0, top, 1.0))
+    best, at = torch.full_like(top, torch.inf, dtype=torch.float64), torch.full_like(top, BINS)
+    for i in range(FIRST, BINS + 1, STRIDE):
+        now = _divergence(counts, i, 2 ** (bits - 1))
+        better = now <= best
+        best, at = torch.where(better, now, best), torch.where(better, float(i), at)
+    return top * (at / BINS)
 
 
 def choose(blocks: Blocks) -> Tensor:
     """Per block, the entropy-optimal threshold lands on the largest code."""
-    rows, groups = blocks.x.shape[:2]
-    tops = [threshold(blocks.x[r, g], blocks.spec.fmt.bits) for r in range(rows) for g in range(groups)]
-    top = torch.stack(tops).reshape(rows, groups) if tops else blocks.x.new_zeros(rows, groups)
+    flat = blocks.x.flatten(0, 1)
+    tops = [threshold(part, blocks.spec.fmt.bits) for part in flat.split(CHUNK)] if flat.numel() else []
+    top = torch.cat(tops).reshape(blocks.x.shape[:2]) if tops else blocks.x.new_zeros(blocks.x.shape[:2])
     return storable(blocks.reaching(top, blocks.spec.fmt.divisor), blocks.spec)
 
 

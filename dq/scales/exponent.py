@@ -58,7 +58,8 @@ def ceil(blocks: Blocks) -> Tensor:
 
 
 def _rceil(blocks: Blocks) -> Tensor:
-    return ceil_log2(divide(amax(blocks.x), blocks.spec.fmt.max))
+    ratio = divide(amax(blocks.x), blocks.spec.fmt.max)
+    return ceil_log2(ratio.clamp(min=2.0**-149))  # the quotient of a subnormal maximum may be 0
 
 
 def rceil(blocks: Blocks) -> Tensor:

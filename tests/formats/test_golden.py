@@ -184,7 +184,7 @@ def test_split_inputs():
 
 
 def test_branches_with_scales_of_their_own():
-    """V6 of the guidance section: asymmetric INT8, the conditional row beside a wide one: .0098 shared, .00235 alone."""
+    """V6 of the guidance section: asymmetric INT8, a row beside a wide one: .0098 shared, .00235 alone."""
     rows = torch.tensor([[0.9, -1.4, 0.3], [0.2, 0.1, -7.0]])
     shared = quantize(rows.reshape(1, -1), QuantSpec("uint8", "channel")).dequantize().reshape(2, 3)
     alone = quantize(rows, QuantSpec("uint8", "token")).dequantize()
@@ -214,7 +214,7 @@ def test_full_range_scale():
 
 
 def test_uint_range_contains_zero():
-    """Section 1.1: the range is widened to contain 0, so that 0 stays 0: all-positive rows get z = 0, negative z = n."""
+    """Section 1.1: the range is widened to contain 0, so that 0 stays 0: positive rows get z = 0, negative z = n."""
     x = torch.tensor([[3.0, 4.0, 4.5], [-3.0, -4.0, -4.5], [0.0, 0.0, 0.0]])
     scales = choose_scale(x, QuantSpec("uint4", "channel"))
     assert scales.zero_point.flatten().tolist() == [0, 15, 0]
