@@ -71,7 +71,9 @@ def test_house_rules_of_presets(name):
     assert name.startswith("w4") == (bits == 4)
     acts = recipe.linear.activations
     assert ("a16" in name) == (acts is None)
-    if acts is not None:
+    if acts is not None and "static" in name:
+        assert acts.strategy == "tensor" and not acts.dynamic and recipe.needs_calibration
+    elif acts is not None:
         assert acts.strategy in ("token", "group") and acts.global_scale in (None, "token")
 
 
@@ -122,10 +124,10 @@ MISTAKES = [
     (BASE + "transforms = [{ name = 'rotate', state = 1 }]\n", r"'rotate' takes no parameter 'state'; known: size"),
     (BASE + "rounding = 'rnt'\n", r"unknown rounding 'rnt'; did you mean 'rtn'"),
     (BASE.replace("int8/token", "int8/tokne"), r"unknown strategy 'tokne'; did you mean 'token'"),
-    (BASE.replace("int8/channel", "int3/channel"), r"unknown spec 'int3/channel'; did you mean 'int8' or 'int4'"),
+    (BASE.replace("int8/channel", "int5/channel"), r"unknown spec 'int5/channel'; did you mean 'int"),
     (BASE.replace("int8/channel", "int8/token"), r"weights cannot take the per-token grid int8/token"),
     (BASE.replace("int8/channel", "nvfp4-token"), r"weights cannot take the per-token grid nvfp4-token"),
-    (BASE.replace("int8/token", "int8/tensor"), r"activations need a per-token or group grid"),
+    (BASE.replace("int8/token", "int8/channel"), r"activations take token or group grids, or a static tensor grid"),
     (BASE.replace("int8/token", "nvfp4"), r"activations need a second level per token.*nvfp4-token, not nvfp4"),
     (BASE + "[[rules]]\nkeep = 'x'\n", r"a recipe rule needs match = 'pattern'"),
     (BASE + "[[rules]]\nmatch = 'x'\nwieghts = 'int8'\n", r"needs weights|unknown recipe word 'wieghts'"),

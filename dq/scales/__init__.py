@@ -44,7 +44,7 @@ def divide(x: Tensor, number: float) -> Tensor:
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """Sum over the last axis; short blocks by neighbouring pairs, so that every device and kernel gets the same bits."""
+    """Sum over the last axis; short blocks by neighbouring pairs: the same bits on every device and in every kernel."""
     size = x.shape[-1]
     if not size or size > SHORT or size & (size - 1):
         return x.sum(-1)
@@ -156,7 +156,7 @@ class Blocks:
         return value
 
     def split(self) -> Iterator[Blocks]:
-        """Runs of rows: on a CPU what fits a cache, for searches pass over a block many times; else what bounds memory."""
+        """Runs of rows: what fits a CPU's cache, for searches pass over a block many times; else what bounds memory."""
         elements = 1 << (18 if self.x.device.type == "cpu" else 26)
         rows = max(1, elements // max(1, self.x.shape[1] * self.x.shape[2]))
         for start in range(0, len(self.x), rows):

@@ -85,7 +85,8 @@ def test_F52_F62_missing_and_foreign_tensors_are_refused(tiny, saved, tmp_path, 
         with pytest.raises(dq.DQError, match=f"lacks 1 tensors, e.g. {gone}"):
             cls.from_pretrained(broken)
         shutil.rmtree(broken)
-    for extra in (f"{names[0]}.weight", f"{names[0]}.input_scale", "somewhere.else.weight"):
+    foreign = "input_zero_point" if "input_scale" in own else "input_scale"
+    for extra in (f"{names[0]}.weight", f"{names[0]}.{foreign}", "somewhere.else.weight"):
         broken = shutil.copytree(folder, tmp_path / "broken")
         tiny.edit(broken, lambda t, extra=extra: t.update({extra: torch.ones(2)}))
         with pytest.raises(dq.DQError, match=f"holds 1 unexpected tensors, e.g. {extra}"):
