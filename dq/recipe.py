@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dq.registry import DQError, suggest
+from dq.registry import DQError, check_fields, check_params, suggest, typed
 from dq.rounding import ROUNDINGS
 from dq.scales import find_rule
 from dq.spec import QuantSpec
@@ -31,8 +30,11 @@ class Target:
     rounding: str = "rtn"
 
     def __post_init__(self):
+        check_fields(self)
         ROUNDINGS.get(self.rounding)
         _check_transforms(self.transforms)
+        for spec in filter(None, (self.weights, self.activations)):
+            check_params(f"scale rule {spec.scale_rule!r}", find_rule(spec).choose, spec.rule_params)
         if self.weights.strategy == "token" or self.weights.global_scale == "token":
             raise DQError(f"weights cannot take the per-token grid {self.weights}; use its channel or group form")
         if self.activations is not None and self.activations.strategy in ("channel", "block"):
@@ -52,10 +54,10 @@ class Target:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Target:
-        data = dict(_checked(data, dict, "a recipe section is a table, e.g. [linear] above weights = 'int8/channel'"))
+        data = dict(typed(data, dict, "a recipe section is a table, e.g. [linear] above weights = 'int8/channel'"))
         transforms = []
-        for item in _checked(data.pop("transforms", []), (list, tuple), "transforms is a list"):
-            item = {"name": item} if isinstance(item, str) else dict(item)
+        for item in typed(data.pop("transforms", []), (list, tuple), "transforms is a list"):
+            item = {"name": item} if isinstance(item, str) else dict(typed(item, dict, "a transform is a name or table"))
             if "name" not in item:
                 raise DQError(f"a transform needs a name, e.g. {{ name = 'smooth', alpha = 0.5 }}; got {item}")
             transforms.append((item.pop("name"), tuple(sorted(item.items()))))
@@ -77,12 +79,6 @@ class Target:
         return out | ({"rounding": self.rounding} if self.rounding != "rtn" else {})
 
 
-def _checked(value: Any, kind: Any, what: str) -> Any:
-    if not isinstance(value, kind):
-        raise DQError(f"{what}; got {value!r}")
-    return value
-
-
 def _check_transforms(transforms: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]) -> None:
     """Known, in their fixed order, each once, with parameters that they take."""
     names = [name for name, _ in transforms]
@@ -94,15 +90,16 @@ def _check_transforms(transforms: tuple[tuple[str, tuple[tuple[str, Any], ...]],
     if len(set(names)) < len(names):
         raise DQError(f"a transform may stand once in a recipe section; got {', '.join(names)}")
     for name, params in transforms:
-        known = list(inspect.signature(TRANSFORMS.get(name).fit).parameters)[1:]  # the first is the group's state
-        for word, _ in params:
-            if word not in known:
-                raise DQError(f"transform {name!r} takes no parameter {word!r}{suggest(word, known)}")
+        check_params(f"transform {name!r}", TRANSFORMS.get(name).fit, params)
+        complaint = TRANSFORMS.get(name).check(dict(params))
+        if complaint:
+            raise DQError(f"transform {name!r} got {dict(params)}: {complaint}")
 
 
 def _spec(value: Any) -> QuantSpec | None:
     if value is None or isinstance(value, QuantSpec):
         return value
+    typed(value, (str, dict), "weights and activations are text such as 'int8/channel', or a table")
     return QuantSpec.from_dict(value) if isinstance(value, dict) else QuantSpec.parse(value)
 
 
@@ -113,6 +110,9 @@ class Rule:
     match: str
     target: Target | None = None
     reason: str = "recipe"
+
+    def __post_init__(self):
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,15 @@ class Recipe:
     multiple: int = 1
     description: str = ""
 
+    def __post_init__(self):
+        check_fields(self)
+        for rule in self.rules:
+            typed(rule, Rule, "the rules of a recipe are dq.recipe.Rule values")
+        if self.min_features < 0 or self.multiple < 1:
+            raise DQError(
+                f"min_features is at least 0 and multiple at least 1; got {self.min_features} and {self.multiple}"
+            )
+
     @property
     def needs_calibration(self) -> bool:
         targets = [self.linear, self.modulation, *(r.target for r in self.rules)]
@@ -143,6 +152,7 @@ class Recipe:
 
     def with_(self, **changes: Any) -> Recipe:
         """A copy with some fields changed, e.g. `recipe.with_(min_features=16)`."""
+        check_params("a recipe", type(self).__init__, changes.items())
         return replace(self, **changes)
 
     @classmethod
@@ -157,7 +167,7 @@ class Recipe:
         return cls(
             linear=Target.from_dict(data.pop("linear")),
             modulation=None if modulation is None else Target.from_dict(modulation),
-            rules=tuple(_rule(r) for r in _checked(data.pop("rules", []), (list, tuple), "each rule begins [[rules]]")),
+            rules=tuple(_rule(r) for r in typed(data.pop("rules", []), (list, tuple), "each rule begins [[rules]]")),
             **data,
         )
 
@@ -179,25 +189,30 @@ class Recipe:
         Raises:
             DQError: unknown preset (near names are suggested) or a file that is no recipe.
         """
-        if isinstance(recipe, Recipe):
+        what = "a recipe is the name of a preset, the path of a .toml file or a dq.Recipe (of a dict: Recipe.from_dict)"
+        if isinstance(typed(recipe, (str, Path, Recipe), what), Recipe):
             return recipe
         path = Path(recipe)
         if path.suffix != ".toml":
-            path = PRESETS / f"{recipe}.toml"
-            if not path.is_file():
+            if str(recipe) not in presets():
                 raise DQError(f"unknown recipe {str(recipe)!r}{suggest(str(recipe), presets())}")
+            path = PRESETS / f"{recipe}.toml"
         try:
-            return cls.from_dict(tomllib.loads(path.read_text()))
-        except (OSError, tomllib.TOMLDecodeError) as error:
+            return cls.from_dict(tomllib.loads(path.read_text(encoding="utf-8-sig")))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise DQError(f"cannot read the recipe {path}: {error}") from error
 
 
 def _rule(data: dict[str, Any]) -> Rule:
-    data = dict(data)
+    data = dict(typed(data, dict, "a recipe rule is a table"))
     if "match" not in data:
         raise DQError("a recipe rule needs match = 'pattern'")
     match, keep = data.pop("match"), data.pop("keep", None)
-    return Rule(match, None, str(keep)) if keep is not None else Rule(match, Target.from_dict(data))
+    if keep is None:
+        return Rule(match, Target.from_dict(data))
+    if data or not isinstance(keep, str) or not keep:
+        raise DQError(f"the rule for {match!r} keeps 16 bits: keep = 'the reason' and no other word; got {keep!r}, {data}")
+    return Rule(match, None, keep)
 
 
 def presets() -> list[str]:

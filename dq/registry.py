@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from types import UnionType
+from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -22,7 +25,45 @@ def suggest(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
     if near:
         return "; did you mean " + " or ".join(repr(n) for n in near) + "?"
-    return "; known: " + ", ".join(known) + "." if known else "; none are known."
+    shown = ", ".join(known[:12]) + (" ..." if len(known) > 12 else ".")
+    return f"; known: {shown}" if known else "; none are known."
+
+
+def typed(value: Any, kinds: Any, what: str) -> Any:
+    """`value` if it is of one of `kinds` (a type or a tuple of them); True and False are no numbers.
+
+    Raises:
+        DQError: `what`, and what was got instead.
+    """
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise DQError(f"{what}; got {value!r}")
+    return value
+
+
+@cache
+def _kinds(owner: Any) -> dict[str, tuple[type, ...]]:
+    """name -> types that its annotation allows, containers without what they contain; an int is a float."""
+    hints = {n: get_args(h) if isinstance(h, UnionType) else (h,) for n, h in get_type_hints(owner).items()}
+    found = {n: tuple(get_origin(h) or h for h in hs) for n, hs in hints.items() if Any not in hs}
+    return {n: (*kinds, int) if float in kinds else kinds for n, kinds in found.items()}
+
+
+def check_fields(value: Any) -> None:
+    """Raises DQError unless every field of a dataclass instance is of the type that it is annotated with."""
+    for name, kinds in _kinds(type(value)).items():
+        words = " or ".join("none" if k is type(None) else k.__name__ for k in kinds)
+        typed(getattr(value, name), kinds, f"{name} in a {type(value).__name__} must be {words}")
+
+
+def check_params(who: str, function: Callable[..., Any], params: Iterable[tuple[str, Any]]) -> None:
+    """Raises DQError unless `function` takes all (name, value) pairs beside its first argument."""
+    known = list(inspect.signature(function).parameters)[1:]
+    for word, value in params:
+        if word not in known:
+            raise DQError(f"{who} takes no parameter {word!r}{suggest(str(word), known)}")
+        kinds = _kinds(function).get(word, (object,))
+        typed(value, kinds, f"{who} takes {word} as {' or '.join(k.__name__ for k in kinds)}")
 
 
 class Registry(Generic[T]):
@@ -63,8 +104,8 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         self.discover()
-        if name not in self._values:
-            raise DQError(f"unknown {self.kind} {name!r}{suggest(name, self._values)}")
+        if not isinstance(name, str) or name not in self._values:
+            raise DQError(f"unknown {self.kind} {name!r}{suggest(str(name), self._values)}")
         return self._values[name]
 
     def names(self) -> list[str]:

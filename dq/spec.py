@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dq.registry import DQError, Registry, suggest
+from dq.registry import DQError, Registry, check_fields, suggest, typed
 
 STRATEGIES = ("tensor", "channel", "token", "group", "block")
 SCALE_DTYPES = {
@@ -176,18 +176,22 @@ class QuantSpec:
     profile: str = "dq"
 
     def __post_init__(self):
+        for name in ("block_size", "row_segments", "k_segments", "rule_params"):
+            value = getattr(self, name)  # JSON and TOML know lists only
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+        check_fields(self)
+        pairs = [tuple(p) if isinstance(p, list | tuple) and len(p) == 2 else (p, None) for p in self.rule_params]
+        object.__setattr__(self, "rule_params", tuple((str(k), v) for k, v in pairs))
         _listed(self.strategy, STRATEGIES, "strategy")
         _listed(self.scale_format, SCALE_DTYPES, "scale format")
-        for name in ("block_size", "row_segments", "k_segments"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else tuple(value))
-        object.__setattr__(self, "rule_params", tuple((str(k), v) for k, v in self.rule_params))
         if (self.strategy == "group") != (self.group_size is not None):
             raise DQError(f"strategy {self.strategy!r} and group_size={self.group_size} do not go together")
         if (self.strategy == "block") != (self.block_size is not None):
             raise DQError(f"strategy {self.strategy!r} and block_size={self.block_size} do not go together")
         sizes = [*(self.block_size or ()), *([self.group_size] if self.group_size is not None else [])]
-        if any(n < 1 for n in sizes) or (self.block_size and len(self.block_size) != 2):
+        if any(typed(n, int, "group and block sizes are whole numbers") < 1 for n in sizes) or (
+            self.block_size and len(self.block_size) != 2
+        ):
             raise DQError(f"group and block sizes must be at least 1, got {sizes}")
         if self.global_scale not in (None, "tensor", "token"):
             raise DQError(f"global_scale must be tensor, token or None, got {self.global_scale!r}")
@@ -258,7 +262,7 @@ class QuantSpec:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> QuantSpec:
-        unknown = set(data) - set(cls.__dataclass_fields__)
+        unknown = set(typed(data, dict, "a spec is a table")) - set(cls.__dataclass_fields__)
         if unknown:
             raise DQError(f"unknown QuantSpec field {sorted(unknown)}{suggest(min(unknown), cls.__dataclass_fields__)}")
         FORMATS.get(str(data.get("format", "")))  # refuses an unknown one now, not when the first weight is rounded
@@ -305,7 +309,8 @@ class QuantSpec:
                 return f"{named.name}@{self.scale_rule}"
         rule = "" if self.scale_rule == "absmax" else f"@{self.scale_rule}"
         size = "x".join(map(str, self.block_size)) if self.block_size else self.group_size or ""
-        scale = f"/{self.scale_format}" if self.dynamic and self.strategy == "group" else ""
+        plain = self.scale_format == ("fp16" if self.strategy == "group" else "fp32")
+        scale = "" if plain and not (self.dynamic and self.strategy == "group") else f"/{self.scale_format}"
         return f"{self.format}/{self.strategy}{size}{scale}{rule}"
 
     def with_(self, **changes: Any) -> QuantSpec:

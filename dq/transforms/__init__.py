@@ -33,6 +33,8 @@ class Transform:
         buffers: `(K, params) -> {key: shape}` of the float32 tensors that `apply` needs at run time.
         order: place in the fixed order of composition (shift 0, diagonal 1, permutation 2, rotation 3, low rank 4).
         needs_stats: whether `fit` cannot work without calibration.
+        check: `(params) -> complaint`, "" if `fit` can work with values of the right types. Asked when a recipe is
+            made, long before any work.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Transform:
     unweight: Callable[[Tensor, dict, dict], Tensor] | None = None
     buffers: Callable[[int, dict], dict[str, tuple[int, ...]]] | None = None
     needs_stats: bool = False
+    check: Callable[[dict], str] = lambda params: ""
 
 
 TRANSFORMS: Registry[Transform] = Registry("transform", "dq.transforms")

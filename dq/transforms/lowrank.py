@@ -97,4 +97,9 @@ def fit(state: GroupState, rank: int = 0, iterations: int = 10) -> None:
             state.weights[n] = state.weights[n] - part.to(w) @ basis
 
 
-TRANSFORMS.register(Transform("lowrank", fit, order=4))
+def _check(params: dict) -> str:
+    good = params.get("rank", 0) >= 0 and params.get("iterations", 1) >= 1
+    return "" if good else "rank is at least 0 (0 chooses by the width), iterations at least 1"
+
+
+TRANSFORMS.register(Transform("lowrank", fit, order=4, check=_check))

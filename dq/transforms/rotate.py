@@ -69,4 +69,8 @@ def _apply(x: Tensor, tensors: dict, params: dict) -> Tensor:
     return rotate(x, params["size"])
 
 
-TRANSFORMS.register(Transform("rotate", fit, order=3, apply=_apply, weight=_apply, unweight=_apply))
+def _check(params: dict) -> str:
+    return "" if params.get("size", 0) in (0, 4, 16, 64, 256, 1024, 4096) else "size is a power of 4, or 0 for the largest"
+
+
+TRANSFORMS.register(Transform("rotate", fit, order=3, apply=_apply, weight=_apply, unweight=_apply, check=_check))

@@ -96,15 +96,14 @@ def _weight(w: Tensor, tensors: dict, params: dict) -> Tensor:
     return w * tensors["factor"].to(w)
 
 
-TRANSFORMS.register(
-    Transform(
-        "smooth",
-        fit,
-        order=1,
-        apply=_apply,
-        weight=_weight,
-        unweight=_apply,
-        buffers=lambda width, params: {"factor": (width,)},
-        needs_stats=True,
-    )
-)
+def _buffers(width: int, params: dict) -> dict[str, tuple[int, ...]]:
+    return {"factor": (width,)}
+
+
+def _check(params: dict) -> str:
+    merges = ("max", "mean", "cfg", "spearman")
+    good = 0 <= params.get("alpha", 0) <= 1 and params.get("rows", 1) >= 1 and params.get("merge", "max") in merges
+    return "" if good else f"alpha is 0 to 1, rows at least 1, merge one of {', '.join(merges)}"
+
+
+TRANSFORMS.register(Transform("smooth", fit, 1, _apply, _weight, _apply, _buffers, needs_stats=True, check=_check))
