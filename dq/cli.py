@@ -1,145 +1,17 @@
-"""The command line: dq demo | plan | quantize | generate | eval | inspect | list | doctor."""
+"""The command line: dq demo | plan | quantize | generate | eval | bench | inspect | list | doctor."""
 
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 
-from dq.registry import DQError, suggest
+from dq import commands
+from dq.registry import DQError
 from dq.version import VERSION
-
-
-def _demo(args: argparse.Namespace) -> None:
-    from dq.showcase import RECIPES, run_demo
-
-    run_demo(
-        args.out,
-        recipes=args.recipes or RECIPES,
-        prompts=args.prompts,
-        outliers=args.outliers,
-        device=args.device,
-        metrics=args.metrics,
-    )
-
-
-def _recipe(args: argparse.Namespace):
-    from dq.recipe import Recipe
-
-    recipe = Recipe.load(args.recipe)
-    return recipe.with_(min_features=args.min_features) if args.min_features is not None else recipe
-
-
-def _load(args: argparse.Namespace):
-    from dq.pipelines.loading import load, parse_dtype
-
-    return load(args.source, parse_dtype(args.dtype), args.device)
-
-
-def _plan(args: argparse.Namespace) -> None:
-    from dq.pipelines.api import plan
-
-    plans = plan(_load(args), _recipe(args), components=args.components, skip=args.skip)
-    for one in plans.values() if isinstance(plans, dict) else [plans]:
-        print(one)
-
-
-def _quantize(args: argparse.Namespace) -> None:
-    from dq.pipelines.api import plan, quantize
-
-    recipe, obj = _recipe(args), _load(args)
-    plans = plan(obj, recipe, components=args.components, skip=args.skip)
-    for one in plans.values() if isinstance(plans, dict) else [plans]:
-        print(one)
-    calibration = None
-    if recipe.needs_calibration:
-        if not args.prompts:
-            raise DQError(f"recipe {recipe.name} needs calibration: give --prompts FILE (one prompt per line)")
-        calibration = _prompts(args)
-    report = quantize(
-        obj, recipe, calibration=calibration, components=args.components, skip=args.skip, resume=args.resume
-    )
-    print(report)
-    obj.save_pretrained(args.out)
-    print(f"saved to {args.out}")
-
-
-def _prompts(args: argparse.Namespace):
-    from dq.pipelines.calibration import Prompts
-
-    return Prompts.from_file(args.prompts, **_call_kwargs(args, "steps"))
-
-
-def _call_kwargs(args: argparse.Namespace, steps: str = "num_inference_steps") -> dict:
-    """Keyword arguments of the pipeline call that were given; the demo's own where its folder is the source."""
-    from dq.pipelines.demo import demo_kwargs, demo_path
-
-    kwargs = demo_kwargs() if str(args.source).rstrip("/") == demo_path() or args.demo_kwargs else {}
-    given = {
-        "num_inference_steps": args.steps,
-        "guidance_scale": args.guidance_scale,
-        "height": args.height,
-        "width": args.width,
-        "max_sequence_length": args.max_sequence_length,
-        "negative_prompt": args.negative_prompt,
-        "true_cfg_scale": args.true_cfg_scale,
-    }
-    kwargs |= {k: v for k, v in given.items() if v is not None}
-    if "num_inference_steps" in kwargs:
-        kwargs[steps] = kwargs.pop("num_inference_steps")
-    return kwargs
-
-
-def _generate(args: argparse.Namespace) -> None:
-    import torch
-
-    from dq.pipelines.loading import is_pipeline, load_tokenizer
-
-    obj = _load(args)
-    if is_pipeline(obj):
-        generator = torch.Generator("cpu").manual_seed(args.seed)
-        image = obj(args.prompt, generator=generator, **_call_kwargs(args)).images[0]
-        image.save(args.out or "image.png")
-        print(f"image: {args.out or 'image.png'}")
-        return
-    tokenizer = load_tokenizer(args.source)
-    tokens = tokenizer(args.prompt, return_tensors="pt").to(obj.device)
-    print(tokenizer.decode(obj.generate(**tokens, max_new_tokens=args.max_new_tokens)[0], skip_special_tokens=True))
-
-
-def _eval(args: argparse.Namespace) -> None:
-    from dq.eval.compare import evaluate
-    from dq.pipelines.calibration import Prompts
-    from dq.pipelines.loading import load, parse_dtype
-
-    prompts = Prompts.from_file(args.prompts).prompts[: args.count]
-    dtype = parse_dtype(args.dtype)
-    reference = load(args.reference, dtype, args.device)
-    candidates = {s: (lambda s=s: load(s, dtype, args.device)) for s in [args.source, *args.more]}
-    result = evaluate(candidates, reference, prompts, args.metrics, kwargs=_call_kwargs(args), seed=args.seed)
-    print(result.table())
-    result.save(args.out)
-    print(f"report: {args.out}")
-
-
-def _inspect(args: argparse.Namespace) -> None:
-    from dq.pipelines.inspection import inspect_folder
-
-    print(inspect_folder(args.source))
-
-
-def _list(args: argparse.Namespace) -> None:
-    from dq.catalogue import KINDS, catalogue
-
-    if args.what is not None and args.what not in KINDS:
-        raise DQError(f"nothing called {args.what!r} to list{suggest(args.what, KINDS)}")
-    print(catalogue(args.what))
-
-
-def _doctor(args: argparse.Namespace) -> None:
-    from dq.catalogue import doctor
-
-    print(doctor())
 
 
 def _add_source(p: argparse.ArgumentParser, what: str) -> None:
@@ -168,78 +40,119 @@ def _add_call(p: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0)
 
 
+def _add_records(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--batch-size", type=int, help="prompts per pipeline call; changes speed, not the noise")
+    p.add_argument("--records", type=int, help="denoiser calls that are kept, spread over steps (default 64)")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The argument parser with all subcommands."""
     parser = argparse.ArgumentParser(prog="dq", description="Post-training quantization of diffusion models and LLMs.")
     parser.add_argument("--version", action="version", version=f"dq {VERSION}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_demo(commands)
-    p = commands.add_parser("plan", help="what a recipe would do: layers, bytes, time, what stays 16-bit and why")
+    sub = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_demo(sub)
+    p = sub.add_parser("plan", help="what a recipe would do: layers, bytes, time, what stays 16-bit and why")
     _add_source(p, "folder or hub id of a pipeline or model")
     _add_recipe(p)
-    p.set_defaults(run=_plan)
-    p = commands.add_parser("quantize", help="quantize and save")
+    p.set_defaults(run=commands.plan)
+    p = sub.add_parser("quantize", help="quantize and save")
     _add_source(p, "folder or hub id of a pipeline or model")
     _add_recipe(p)
     p.add_argument("--out", required=True, help="folder to save to")
     p.add_argument("--prompts", help="calibration prompts, one per line")
+    _add_records(p)
     p.add_argument("--resume", help="folder for finished blocks: the same command continues after an interruption")
     _add_call(p)
-    p.set_defaults(run=_quantize)
-    _add_use(commands)
-    p = commands.add_parser("inspect", help="what is in a checkpoint folder")
+    p.set_defaults(run=commands.quantize)
+    _add_use(sub)
+    _add_bench(sub)
+    p = sub.add_parser("inspect", help="what is in a checkpoint folder")
     p.add_argument("source")
-    p.set_defaults(run=_inspect)
-    p = commands.add_parser("list", help="formats, transforms, roundings, recipes, families, metrics, backends")
+    p.set_defaults(run=commands.inspect)
+    p = sub.add_parser("list", help="formats, transforms, roundings, recipes, families, metrics, backends")
     p.add_argument("what", nargs="?")
-    p.set_defaults(run=_list)
-    commands.add_parser("doctor", help="what this machine can run, and why not the rest").set_defaults(run=_doctor)
+    p.set_defaults(run=commands.catalogue)
+    sub.add_parser("doctor", help="what this machine can run, and why not the rest").set_defaults(run=commands.doctor)
     return parser
 
 
-def _add_demo(commands) -> None:
-    p = commands.add_parser("demo", help="quantize the model that ships with dq, compare with BF16, write a report")
+def _add_demo(sub) -> None:
+    p = sub.add_parser("demo", help="quantize the model that ships with dq, compare with BF16, write a report")
     p.add_argument("--out", default="report.html")
     p.add_argument("--recipes", nargs="+")
     p.add_argument("--prompts", type=int, default=24, help="number of prompts (default 24)")
     p.add_argument("--outliers", action="store_true", help="with injected outlier channels, as in large models")
     p.add_argument("--metrics", nargs="+")
     p.add_argument("--device")
-    p.set_defaults(run=_demo)
+    p.set_defaults(run=commands.demo)
 
 
-def _add_use(commands) -> None:
-    p = commands.add_parser("generate", help="an image or a text from a quantized (or any) folder")
+def _add_use(sub) -> None:
+    p = sub.add_parser("generate", help="an image or a text from a quantized (or any) folder")
     _add_source(p, "folder or hub id")
     p.add_argument("prompt")
     p.add_argument("--out", help="image file (default image.png)")
     p.add_argument("--max-new-tokens", type=int, default=64)
     _add_call(p)
-    p.set_defaults(run=_generate)
-    p = commands.add_parser("eval", help="measure pipelines against a 16-bit reference")
+    p.set_defaults(run=commands.generate)
+    p = sub.add_parser("eval", help="measure pipelines against a 16-bit reference")
     _add_source(p, "folder or hub id of the quantized pipeline")
     p.add_argument("more", nargs="*", help="further pipelines to compare")
     p.add_argument("--reference", required=True, help="the 16-bit pipeline")
     p.add_argument("--prompts", required=True, help="file with one prompt per line")
     p.add_argument("--count", type=int, help="use only the first COUNT prompts")
-    p.add_argument("--metrics", nargs="+")
-    p.add_argument("--out", default="report.html")
+    p.add_argument("--metrics", nargs="+", help="names (dq list metrics); default: all that run here")
+    p.add_argument("--out", default="report.html", help="report.html or numbers.json (default report.html)")
+    _add_records(p)
     _add_call(p)
-    p.set_defaults(run=_eval)
+    p.set_defaults(run=commands.evaluate)
+
+
+def _add_bench(sub) -> None:
+    kinds = sub.add_parser("bench", help="what formats lose, what quantizing costs").add_subparsers(
+        dest="kind", required=True, metavar="KIND"
+    )
+    p = kinds.add_parser("formats", help="SQNR of every format under every scale rule on synthetic data")
+    p.add_argument("--rows", type=int, default=32, help="rows of 4096 values of each kind of data (default 32)")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--markdown", metavar="FILE", help="also write the table as Markdown")
+    p.set_defaults(run=commands.bench_formats)
+    q = kinds.add_parser("quantize", help="time to quantize a weight, against copying as many bytes")
+    q.add_argument("--shape", type=int, nargs=2, default=(3072, 3072), metavar=("N", "K"))
+    q.add_argument("--specs", nargs="+", help="e.g. nvfp4 nvfp4@sweep nvfp4@sweep:e4m3")
+    q.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (default bf16)")
+    q.add_argument("--repeat", type=int, default=5, help="timed calls, the median counts (default 5)")
+    q.add_argument("--reference", action="store_true", help="time the torch reference on the same device too")
+    q.set_defaults(run=commands.bench_quantize)
+    for one in (p, q):
+        one.add_argument("--device", help="cuda or cpu")
+        one.add_argument("--json", metavar="FILE", help="also write the numbers and all versions as JSON")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; a problem the user can act on is one line on stderr and exit status 2."""
     args = build_parser().parse_args(argv)
-    try:
-        args.run(args)
-    except DQError as error:
-        print(f"dq: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("dq: interrupted", file=sys.stderr)
-        return 130
+    with warnings.catch_warnings():
+        _quiet()
+        try:
+            commands.check_numbers(args)
+            args.run(args)
+        except DQError as error:
+            print(f"dq: {' '.join(str(error).split())}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("dq: interrupted", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # `dq list | head`: the reader has what it wanted
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
     return 0
+
+
+def _quiet() -> None:
+    """Drops what other packages say on import about features that no command uses."""
+    warnings.filterwarnings("ignore", module=r"torch\.utils\._pytree")
+    logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").setLevel(logging.ERROR)
 
 
 if __name__ == "__main__":

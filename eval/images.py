@@ -17,6 +17,16 @@ from dq.registry import DQError
 INDEX = "index.json"
 
 
+def save_image(image: torch.Tensor, path: str | PathLike) -> Path:
+    """Write one image uint8 [3, H, W] in the format of the suffix; return the path."""
+    from PIL import Image
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image.movedim(0, -1).numpy()).save(path)
+    return path
+
+
 def save_images(images: torch.Tensor, prompts: Sequence[str], folder: str | PathLike) -> Path:
     """Write images uint8 [N, 3, H, W] as 00000.png ... with an index of their prompts; return the folder."""
     from PIL import Image

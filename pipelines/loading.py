@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from dq import checks
+from dq.pipelines.demo import demo_path
 from dq.registry import DQError, suggest
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def default_device() -> str:
-    """`cuda` if there is a GPU, else `cpu`."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+# What a language model or text encoder needs beside its weights and that `model.save_pretrained` does not write.
+COMPANIONS = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.tiktoken", "*.model",
+    "chat_template*", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -29,42 +33,89 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def folder_of(source: str) -> Path | None:
+    """The local folder that `source` names, or None for what may be a hub id.
+
+    Raises:
+        DQError: an empty name, a file, or what looks like a path and is not there.
+    """
+    if not str(source).strip():
+        raise DQError("the source is empty; give the folder of a pipeline or model, or a hub id")
+    path = Path(source).expanduser()
+    if path.is_file():
+        raise DQError(f"{source} is a file; give the folder of a pipeline or model, or a hub id")
+    if path.is_dir():
+        return path
+    if str(source).startswith(("/", ".", "~")) or str(source).count("/") > 1 or "\\" in str(source):
+        raise DQError(f"{source}: no such folder")
+    return None
+
+
 def load(source: str, dtype: torch.dtype = torch.bfloat16, device: str | None = None) -> Any:
-    """A pipeline (`model_index.json`), a diffusers model (`_class_name`) or a language model (`architectures`).
+    """A pipeline (`model_index.json`), a diffusers model (`_class_name`) or a transformers model (`architectures`).
 
     Args:
         source: a local folder, or the id of a hub repository.
         device: where it goes; default: a GPU if there is one.
 
     Raises:
-        DQError: a folder that holds none of these, or a hub id that cannot be loaded.
+        DQError: a device that is not here; a folder that holds none of these, or files that are damaged or missing
+            (naming the folder); a hub id that cannot be loaded.
     """
-    device = device or default_device()
-    path = Path(source)
-    if path.is_file():
-        raise DQError(f"{source} is a file; give the folder of a pipeline or model, or a hub id")
-    if path.is_dir():
-        obj = _load_local(path, dtype)
-    else:
+    target = checks.device(device)
+    path = folder_of(source)
+    if path is None:
         obj = _load_hub(source, dtype)
-    return obj.to(device)
+    else:
+        with checks.one_line(f"cannot load {source}"):
+            obj = _load_local(path, dtype)
+    with checks.one_line(f"cannot move {source} to {target}"):
+        return obj.to(target)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        DQError: naming the file.
+    """
+    with checks.one_line(f"{path.name} cannot be read"):
+        config = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise DQError(f"{path.name} holds a {type(config).__name__}, not an object")
+    return config
 
 
 def _load_local(path: Path, dtype: torch.dtype) -> Any:
     if (path / "model_index.json").is_file():
+        if "_class_name" not in read_config(path / "model_index.json"):
+            raise DQError("model_index.json names no _class_name: it is no pipeline")
         from diffusers import DiffusionPipeline
 
         return DiffusionPipeline.from_pretrained(path, dtype=dtype)
     if not (path / "config.json").is_file():
-        raise DQError(f"{path} holds neither model_index.json nor config.json: it is no pipeline and no model")
-    config = json.loads((path / "config.json").read_text())
+        raise DQError("it holds neither model_index.json nor config.json: it is no pipeline and no model")
+    config = read_config(path / "config.json")
     if "_class_name" in config:
-        import diffusers
+        import diffusers as library
 
-        return getattr(diffusers, config["_class_name"]).from_pretrained(path, dtype=dtype)
-    from transformers import AutoModelForCausalLM
+        name = config["_class_name"]
+    else:
+        import transformers as library
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        name = next(iter(config.get("architectures") or ()), None)
+        if name is None:
+            raise DQError("config.json names no class (neither _class_name nor architectures)")
+    return _class(library, name).from_pretrained(path, dtype=dtype)
+
+
+def _class(library: Any, name: Any) -> Any:
+    """The model class that a config names."""
+    found = getattr(library, name, None) if isinstance(name, str) else None
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        version = getattr(library, "__version__", "")
+        raise DQError(f"config.json names {name!r}, which is no model of {library.__name__} {version}")
+    return found
 
 
 def _load_hub(source: str, dtype: torch.dtype) -> Any:
@@ -78,18 +129,72 @@ def _load_hub(source: str, dtype: torch.dtype) -> Any:
     ):
         try:
             return call()
-        except (OSError, ValueError) as error:
-            problems.append(f"as a {kind}: {str(error).splitlines()[0][:160]}")
+        except Exception as error:  # of any library below: the network, the hub, a config, a file
+            problems.append(f"as a {kind}: {checks.line(error, 160)}")
     raise DQError(f"{source!r} is no local folder and could not be loaded from the hub; " + "; ".join(problems))
 
 
 def load_tokenizer(source: str) -> Any:
-    """The tokenizer of a language model folder or hub id."""
+    """The tokenizer of a language model folder or hub id.
+
+    Raises:
+        DQError: there is none.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(source)
+    with checks.one_line(f"{source} has no tokenizer that loads; copy the original model's tokenizer files there"):
+        return AutoTokenizer.from_pretrained(source)
+
+
+def copy_companions(source: str, out: str) -> list[str]:
+    """Copies the tokenizer and processor files of the model folder `source` to `out`; returns their names.
+
+    From a hub id, the tokenizer is loaded and saved. A model without any is fine: the list is empty then.
+    """
+    path = folder_of(source)
+    if path is None:
+        try:
+            return sorted(Path(f).name for f in load_tokenizer(source).save_pretrained(out))
+        except DQError:
+            return []
+    found = {file for pattern in COMPANIONS for file in path.glob(pattern) if file.is_file()}
+    for file in found:
+        shutil.copyfile(file, Path(out) / file.name)
+    return sorted(file.name for file in found)
 
 
 def is_pipeline(obj: Any) -> bool:
     """Whether `obj` is a diffusers pipeline rather than a model."""
     return isinstance(getattr(obj, "components", None), dict)
+
+
+def is_model_folder(source: str) -> bool:
+    """Whether `source` is a local folder of one model and no pipeline: known from its files, before anything loads."""
+    path = folder_of(source)
+    return path is not None and not (path / "model_index.json").is_file() and (path / "config.json").is_file()
+
+
+def is_demo(source: str) -> bool:
+    """Whether `source` is the demo pipeline, or one that was made from it by `dq quantize` or `dq.quantize`."""
+    path = folder_of(source)
+    if path is None:
+        return False
+    demo = Path(demo_path()).resolve()
+    if path.resolve() == demo:
+        return True
+    try:
+        config = read_config(path / "transformer" / "config.json")
+        origin = Path(config["quantization_config"]["source"])
+    except (DQError, KeyError, TypeError):
+        return False
+    # By the end of the path too: it may have been quantized on another machine.
+    return origin.resolve().parent == demo or origin.parts[-4:] == ("pipelines", "demo", "weights", "transformer")
+
+
+def quiet_libraries() -> None:
+    """Switches the loading and saving bars of diffusers and transformers off, for the whole process."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()

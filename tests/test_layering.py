@@ -8,6 +8,7 @@ from collections.abc import Iterator
 ROWS = (
     ("_layout", "version"),
     ("registry",),
+    ("checks",),
     ("spec",),
     ("profiles",),
     ("formats", "scales", "granularity", "packing"),
@@ -21,6 +22,7 @@ ROWS = (
     ("loop",),
     ("eval", "pipelines"),
     ("showcase", "catalogue"),
+    ("commands",),
     ("cli", "__init__"),
 )
 ROW = {name: i for i, names in enumerate(ROWS) for name in names}

@@ -1,0 +1,302 @@
+"""What each command of the command line does. Whatever can be refused is refused before a model is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dq.registry import DQError, suggest
+
+REPORT = (".html", ".json")
+IMAGE = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+COUNTS = (
+    *("steps", "height", "width", "max_sequence_length", "max_new_tokens"),
+    *("count", "batch_size", "records", "min_features", "rows", "repeat"),
+)
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Ranges of the options that several commands share.
+
+    Raises:
+        DQError: naming the option.
+    """
+    from dq import checks
+
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    for name in COUNTS:
+        if name in given:
+            checks.whole(given[name], _option(name))
+    for name in ("guidance_scale", "true_cfg_scale"):
+        if name in given:
+            checks.finite(given[name], _option(name))
+    if "seed" in given:
+        checks.seed(given["seed"], "--seed")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def demo(args: argparse.Namespace) -> None:
+    from dq.showcase import RECIPES, run_demo
+
+    run_demo(
+        args.out,
+        recipes=args.recipes or RECIPES,
+        prompts=args.prompts,
+        outliers=args.outliers,
+        device=args.device,
+        metrics=args.metrics,
+    )
+
+
+def _recipe(args: argparse.Namespace):
+    from dq.recipe import Recipe
+
+    recipe = Recipe.load(args.recipe)
+    return recipe.with_(min_features=args.min_features) if args.min_features is not None else recipe
+
+
+def _load(args: argparse.Namespace, source: str | None = None) -> Any:
+    from dq.pipelines.loading import load, parse_dtype, quiet_libraries
+
+    dtype = parse_dtype(args.dtype)
+    quiet_libraries()
+    return load(args.source if source is None else source, dtype, args.device)
+
+
+def _print_plan(obj: Any, recipe: Any, args: argparse.Namespace) -> None:
+    from dq.pipelines.api import plan
+
+    plans = plan(obj, recipe, components=args.components, skip=args.skip)
+    for one in plans.values() if isinstance(plans, dict) else [plans]:
+        print(one)
+
+
+def plan(args: argparse.Namespace) -> None:
+    recipe = _recipe(args)
+    _print_plan(_load(args), recipe, args)
+
+
+def quantize(args: argparse.Namespace) -> None:
+    from dq.checks import one_line
+    from dq.pipelines.api import quantize as run
+    from dq.pipelines.loading import copy_companions, is_model_folder, is_pipeline
+
+    recipe = _recipe(args)
+    _check_targets(args)
+    calibration = _calibration(args, recipe, pipeline=not is_model_folder(args.source))
+    obj = _load(args)
+    if calibration is not None and not is_pipeline(obj):
+        raise DQError(_no_records(recipe, type(obj).__name__))
+    _print_plan(obj, recipe, args)
+    report = run(obj, recipe, calibration=calibration, components=args.components, skip=args.skip, resume=args.resume)
+    print(report)
+    with one_line(f"cannot save to {args.out}"):
+        obj.save_pretrained(args.out)
+        copied = [] if is_pipeline(obj) else copy_companions(args.source, args.out)
+    print(f"saved to {args.out}{' with ' * bool(copied)}{', '.join(copied)}")
+
+
+def _check_targets(args: argparse.Namespace) -> None:
+    from dq import checks
+    from dq.pipelines.loading import folder_of
+
+    source, out = folder_of(args.source), checks.output_folder(args.out)
+    if source is not None and out.resolve() == source.resolve():
+        raise DQError(f"--out is the source, {args.source}: give another folder, the 16-bit model stays as it is")
+    if args.resume is not None:
+        checks.output_folder(args.resume)
+
+
+def _calibration(args: argparse.Namespace, recipe: Any, pipeline: bool) -> Any:
+    """The calibration that the options describe, None for a data-free recipe."""
+    from dq.pipelines.calibration import Prompts
+
+    if recipe.needs_calibration and not pipeline:
+        raise DQError(_no_records(recipe, f"{args.source} (a model, no pipeline)"))
+    if not args.prompts:
+        if recipe.needs_calibration:
+            raise DQError(f"recipe {recipe.name} needs calibration: give --prompts FILE (one prompt per line)")
+        return None
+    options = {"seed": args.seed, "batch_size": args.batch_size, "records": args.records}
+    given = {k: v for k, v in options.items() if v is not None}
+    found = Prompts.from_file(args.prompts, **given, **_call_kwargs(args, [args.source], "steps"))
+    if recipe.needs_calibration:
+        return found
+    print(f"recipe {recipe.name} needs no calibration: --prompts is not used")
+    return None
+
+
+def _no_records(recipe: Any, what: str) -> str:
+    return (
+        f"recipe {recipe.name} needs calibration, and the shell can only calibrate pipelines, not {what}; in Python: "
+        f'dq.quantize(model, "{recipe.name}", calibration=[dict(input_ids=ids), ...]), or take a data-free recipe '
+        "(dq list recipes)"
+    )
+
+
+def _call_kwargs(args: argparse.Namespace, sources: Sequence[str], steps: str = "num_inference_steps") -> dict:
+    """Keyword arguments of the pipeline call that were given, on top of the demo's own if one of the sources is the
+    demo or was made from it."""
+    from dq.pipelines.demo import demo_kwargs
+    from dq.pipelines.loading import is_demo
+
+    kwargs = demo_kwargs() if args.demo_kwargs or any(is_demo(s) for s in sources) else {}
+    given = {
+        "num_inference_steps": args.steps,
+        "guidance_scale": args.guidance_scale,
+        "height": args.height,
+        "width": args.width,
+        "max_sequence_length": args.max_sequence_length,
+        "negative_prompt": args.negative_prompt,
+        "true_cfg_scale": args.true_cfg_scale,
+    }
+    kwargs |= {k: v for k, v in given.items() if v is not None}
+    if "num_inference_steps" in kwargs:
+        kwargs[steps] = kwargs.pop("num_inference_steps")
+    return kwargs
+
+
+def generate(args: argparse.Namespace) -> None:
+    from dq import checks
+    from dq.pipelines.loading import is_model_folder, is_pipeline
+
+    out = checks.output_file(args.out or "image.png", IMAGE)
+    if args.out and is_model_folder(args.source):
+        raise DQError(f"--out is for images; {args.source} is a model: its text is printed")
+    obj = _load(args)
+    if is_pipeline(obj):
+        _generate_image(obj, args, out)
+    else:
+        _generate_text(obj, args)
+
+
+def _generate_image(pipe: Any, args: argparse.Namespace, out: Path) -> None:
+    from dq.checks import line
+    from dq.eval.generate import Settings
+    from dq.eval.generate import generate as run
+    from dq.eval.images import save_image
+
+    settings = Settings((args.prompt,), _call_kwargs(args, [args.source]), args.seed)
+    try:
+        image = run(pipe, args.source, settings).images[0]
+    except DQError:
+        raise
+    except ValueError as error:  # by which pipelines refuse an argument
+        raise DQError(f"{type(pipe).__name__} refuses this call: {line(error)}") from error
+    save_image(image, out)
+    print(f"image: {out}")
+
+
+def _generate_text(model: Any, args: argparse.Namespace) -> None:
+    import torch
+
+    from dq.pipelines.loading import load_tokenizer
+
+    if not (hasattr(model, "can_generate") and model.can_generate()):
+        raise DQError(
+            f"{args.source} is a lone {type(model).__name__}, which generates nothing by itself: "
+            "give the folder of the whole pipeline, or of a language model"
+        )
+    tokenizer = load_tokenizer(args.source)
+    tokens = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    torch.manual_seed(args.seed)
+    ids = model.generate(**tokens, max_new_tokens=args.max_new_tokens)[0]
+    print(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    from dq import checks
+    from dq.eval.compare import evaluate as run
+    from dq.pipelines.calibration import Prompts
+    from dq.pipelines.loading import folder_of, is_model_folder
+
+    sources = [args.source, *args.more]
+    checks.output_file(args.out, REPORT)
+    prompts = Prompts.from_file(args.prompts).prompts[: args.count]
+    twice = [s for s in sources if sources.count(s) > 1]
+    if twice:
+        raise DQError(f"{twice[0]} is named twice")
+    for source in [args.reference, *sources]:
+        folder_of(source)
+        if is_model_folder(source):
+            raise DQError(f"{source} is a model; dq eval compares images of whole pipelines (model_index.json)")
+    kwargs = _call_kwargs(args, [args.reference, *sources])
+    candidates = {s: (lambda s=s: _load(args, s)) for s in sources}
+    batch = {} if args.batch_size is None else {"batch_size": args.batch_size}
+    records = {} if args.records is None else {"records": args.records}
+    result = run(
+        candidates, lambda: _load(args, args.reference), prompts, args.metrics,
+        kwargs=kwargs, seed=args.seed, **batch, **records,
+    )  # fmt: skip
+    print(result.table())
+    result.save(args.out)
+    print(f"report: {args.out}")
+
+
+def inspect(args: argparse.Namespace) -> None:
+    from dq.pipelines.inspection import inspect_folder
+
+    print(inspect_folder(args.source))
+
+
+def catalogue(args: argparse.Namespace) -> None:
+    from dq.catalogue import KINDS
+    from dq.catalogue import catalogue as text
+
+    if args.what is not None and args.what not in KINDS:
+        raise DQError(f"nothing called {args.what!r} to list{suggest(args.what, KINDS)}")
+    print(text(args.what))
+
+
+def doctor(args: argparse.Namespace) -> None:
+    from dq.catalogue import doctor as text
+
+    print(text())
+
+
+def bench_formats(args: argparse.Namespace) -> None:
+    from dq import checks
+    from dq.eval.bench import formats
+
+    _check_reports(args)
+    result = formats.measure(args.rows, args.seed, checks.device(args.device))
+    print(formats.title(result))
+    print(formats.text(result))
+    if args.markdown:
+        formats.write_markdown(result, args.markdown)
+    _write_json(result, args.json)
+
+
+def bench_quantize(args: argparse.Namespace) -> None:
+    from dq import checks
+    from dq.eval.bench import speed
+    from dq.pipelines.loading import parse_dtype
+
+    _check_reports(args)
+    shape = tuple(checks.whole(n, "--shape") for n in args.shape)
+    result = speed.measure(
+        shape, tuple(args.specs or speed.SPECS), checks.device(args.device), parse_dtype(args.dtype), args.repeat,
+        args.reference,
+    )  # fmt: skip
+    print(speed.text(result))
+    _write_json(result, args.json)
+
+
+def _check_reports(args: argparse.Namespace) -> None:
+    from dq import checks
+
+    if getattr(args, "markdown", None) is not None:
+        checks.output_file(args.markdown, (".md",))
+    if args.json is not None:
+        checks.output_file(args.json, (".json",))
+
+
+def _write_json(result: dict[str, Any], path: str | None) -> None:
+    if path is not None:
+        Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
