@@ -8,24 +8,56 @@ from importlib import metadata
 
 import torch
 
+from dq.eval.bench.formats import rules_of
 from dq.eval.metrics import METRICS
 from dq.family import FAMILIES
-from dq.ops import BACKENDS
+from dq.ops import BACKENDS, LinearParams
+from dq.qtensor import quantize
 from dq.recipe import Recipe, presets
 from dq.rounding import ROUNDINGS
-from dq.spec import FORMATS, SPECS
+from dq.spec import FORMATS, SPECS, QuantSpec
 from dq.transforms import TRANSFORMS
 from dq.version import VERSION
 
+_ACTIVATIONS = (None, "fp8_e4m3/token", "int8/token", "int4/token", "nvfp4-token", "mxfp4", "mxfp8")
+_ELEMENT = "channel"  # how an element format without blocks of its own is used for weights
+
+
+def runs(spec: QuantSpec) -> list[str]:
+    """Backends that run weights of a grid on this machine, under the activation grid that suits them; best first."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weight = quantize(torch.zeros(256, 256), spec)
+    grids = [None if a is None else QuantSpec.parse(a).with_(dynamic=True) for a in _ACTIVATIONS]
+    choices = [LinearParams(weight, activations=grid) for grid in grids]
+    found = []
+    for b in sorted(BACKENDS, key=lambda b: -b.priority):
+        if not b.available() and any(not b.refuse(p, device, torch.bfloat16) for p in choices):
+            found.append(b.name)
+    return found
+
+
+def _layout(spec: QuantSpec) -> str:
+    """What shares a scale, and how scales are stored."""
+    if spec.fmt.identity:
+        return "no scales"
+    size = "x".join(map(str, spec.block_size)) if spec.block_size else spec.group_size
+    block = f"blocks of {size}" if size else f"a scale per {spec.strategy}"
+    return f"{block}, {spec.scale_format}" + (f" + fp32 per {spec.global_scale}" if spec.global_scale else "")
+
+
+def _format_row(name: str, spec: QuantSpec, bits: str) -> str:
+    fmt = spec.fmt
+    rules, calibrated = ([r.name for r in rules_of(spec) if bool(r.needs) == needs] for needs in (False, True))
+    span = f"+-{fmt.max:g}" if fmt.min == -fmt.max else f"{fmt.min:g} to {fmt.max:g}"
+    text = f"{name:<16} {bits} bits  {span:<12} {_layout(spec):<37} rules: {', '.join(rules) or 'none'}"
+    text += f"; with calibration: {', '.join(calibrated)}" if calibrated else ""
+    return f"{text}; runs here: {', '.join(runs(spec))}"
+
 
 def _formats() -> list[str]:
-    rows = [f"{f.name:<22} {f.bits} bits, range {f.min:g} to {f.max:g}, rests as {f.storage}" for f in FORMATS]
-    for named in SPECS:
-        s = named.spec
-        rows.append(
-            f"{named.name:<22} {s.format}, groups of {s.group_size}, scale {s.scale_format}, 2nd {s.global_scale}"
-        )
-    return rows
+    """Named formats with bits per value (scales counted), then elements with their own bits, used per channel."""
+    rows = [_format_row(n.name, n.spec, f"{n.spec.bits_per_value():5.2f}") for n in SPECS]
+    return rows + [_format_row(f.name, QuantSpec(f.name, _ELEMENT), f"{f.bits:5d}") for f in FORMATS]
 
 
 def _first_line(text: str | None) -> str:

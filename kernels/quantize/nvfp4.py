@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dq.qtensor import ACCELERATORS, Accelerator, QTensor, check_finite, quantize
+from dq.qtensor import ACCELERATORS, Accelerator, QTensor, check_finite, executed_amax, quantize
 from dq.scales.block import WINDOW
 from dq.spec import SPECS, QuantSpec
 
 _INF = 0x7F800000  # bits of a float32 that is not finite, at least
-_AMAX = dict(TILE=4096, STEPS=8)
+_AMAX = dict(TILE=4096, STEPS=8, num_warps=4)
+_TILES = {"absmax": dict(BLOCKS=256, num_warps=4), "sweep": dict(BLOCKS=128, num_warps=4)}
 
 
 def _plain(spec: QuantSpec) -> bool:
@@ -45,7 +46,7 @@ def why_not(weight: Tensor, spec: QuantSpec) -> str:
     """Why the kernels cannot quantize this tensor to this spec here, "" if they can."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if weight.device.type != "cuda" and not (interpreted and weight.device.type == "cpu"):
-        return f"the tensor is on {weight.device.type}; the kernels need CUDA (or TRITON_INTERPRET=1)"
+        return f"the tensor is on {weight.device.type}, the kernels need CUDA"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) < (8, 0):
@@ -56,29 +57,27 @@ def why_not(weight: Tensor, spec: QuantSpec) -> str:
         return f"dtype {weight.dtype}"
     if not _plain(spec):
         return "only NVFP4 with at most one global scale for the tensor, without segments or foreign profiles"
-    return (
-        "" if _rule(spec) is not None else f"scale rule {spec.scale_rule}{dict(spec.rule_params) or ''} has no kernel"
-    )
+    return f"no kernel for {spec} {dict(spec.rule_params) or ''}" if _rule(spec) is None else ""
 
 
-def _launch(x: Tensor, spec: QuantSpec, amax: Tensor | None) -> tuple[QTensor, Tensor]:
+def enqueue(x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> tuple[QTensor, Tensor]:
     """Enqueues both kernels; returns the result and the bits of max |x|, without waiting for either."""
     from dq.kernels.quantize.jit.nvfp4 import amax_kernel, quantize_kernel
 
     x = x.detach().contiguous()
     rows, width = x.shape
     groups = spec.groups(width)
-    total, blocks = rows * groups, 128 if spec.scale_rule == "sweep" else 256
+    total, tile = rows * groups, _TILES[spec.scale_rule]
     bits = torch.zeros(1, dtype=torch.int32, device=x.device)
     codes = torch.empty(rows, 8 * groups, dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows, groups, dtype=torch.uint8, device=x.device)
     unit = torch.empty(1, dtype=torch.float32, device=x.device)
-    amax_kernel[(-(-x.numel() // (_AMAX["TILE"] * _AMAX["STEPS"])),)](x, bits, x.numel(), **_AMAX, num_warps=4)
+    amax_kernel[(-(-x.numel() // (_AMAX["TILE"] * _AMAX["STEPS"])),)](x, bits, x.numel(), **_AMAX)
     top = bits.view(torch.float32) if amax is None else amax.to(unit).reshape(1)
-    levels = dict(TWO_LEVELS=spec.global_scale is not None, FULL=width % 16 == 0, BLOCKS=blocks)
+    levels = dict(TWO_LEVELS=spec.global_scale is not None, FULL=width % 16 == 0)
     # Without fused multiply-adds: the reference rounds products before it subtracts.
-    quantize_kernel[(-(-total // blocks),)](
-        x, top, codes, scale, unit, total, width, groups, **_rule(spec), **levels, num_warps=4, enable_fp_fusion=False
+    quantize_kernel[(-(-total // tile["BLOCKS"]),)](
+        x, top, codes, scale, unit, total, width, groups, **_rule(spec), **levels, **tile, enable_fp_fusion=False
     )
     second = unit if spec.global_scale else None
     return QTensor(codes, scale.view(torch.float8_e4m3fn), second, spec, (rows, width)), bits
@@ -86,7 +85,7 @@ def _launch(x: Tensor, spec: QuantSpec, amax: Tensor | None) -> tuple[QTensor, T
 
 def _run(x: Tensor, spec: QuantSpec, amax: Tensor | None, name: str) -> QTensor:
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        out, bits = _launch(x, spec, amax)
+        out, bits = enqueue(x, spec, amax)
     if int(bits) >= _INF:  # the kernels have run, but nothing of them is handed out
         check_finite(x, name)
     return out
@@ -109,7 +108,7 @@ def quantize_nvfp4(weight: Tensor, rule: str = "absmax", target: str = "native",
     spec = SPECS.get("nvfp4").spec.with_(scale_rule=rule, rule_params=params)
     if why_not(weight, spec):
         return quantize(weight, spec, amax=amax, name="weight")
-    return _run(weight, spec, amax, "weight")
+    return _run(weight, spec, executed_amax(weight, spec) if amax is None else amax, "weight")
 
 
 ACCELERATORS.register(Accelerator("nvfp4", why_not, _run))
