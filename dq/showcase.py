@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from dq import checks
 from dq.eval.compare import evaluate
+from dq.eval.metrics import METRICS
 from dq.pipelines.api import quantize
 from dq.pipelines.calibration import Prompts
 from dq.pipelines.demo import demo_kwargs, demo_path, demo_prompts
@@ -53,13 +55,19 @@ def run_demo(
     """Evaluates every recipe on the demo pipeline and writes the report; returns the `EvalResult`.
 
     Raises:
-        DQError: unknown recipe (before anything runs), or prompts that would overlap the calibration.
+        DQError: before anything runs: an unknown recipe, metric or device, a recipe that is named twice, an `out` that
+            cannot be written, or prompts that would overlap the calibration.
     """
+    checks.output_file(out, (".html", ".json"))
+    checks.device(device)
     for name in recipes:
         Recipe.load(name)
+        if list(recipes).count(name) > 1:
+            raise DQError(f"recipe {name} is named twice")
+    for name in metrics or ():
+        METRICS.get(name)
+    checks.whole(prompts, "prompts", 1, PROMPTS - CALIBRATION_PROMPTS)
     chosen = demo_prompts(PROMPTS)
-    if not 1 <= prompts <= len(chosen) - CALIBRATION_PROMPTS:
-        raise DQError(f"the demo has captions for 1 to {len(chosen) - CALIBRATION_PROMPTS} prompts, got {prompts}")
 
     def candidate(name: str):
         def make():

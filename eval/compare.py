@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 
+from dq import checks
 from dq.eval import environment
 from dq.eval.denoiser import Recorder, denoisers
 from dq.eval.generate import Settings, generate
 from dq.eval.images import load_images
-from dq.eval.inspection import denoiser_bytes, describe_layers, open_candidate
+from dq.eval.inspection import denoiser_bytes, describe_artifacts, describe_layers, open_candidate, recipe_names
 from dq.eval.judges import Baseline, Judges
 from dq.eval.latents import Drift, Trajectory
 from dq.eval.metrics import Metric
 from dq.eval.result import CandidateResult, EvalResult, clean
-from dq.registry import DQError
+from dq.registry import DQError, suggest
 
 
 def evaluate(
@@ -57,17 +58,18 @@ def evaluate(
         steps: short for kwargs["num_inference_steps"].
         batch_size: prompts per call; changes speed, not the noise.
         resamples: of the 95 % bootstrap intervals (a tenth of it for set metrics).
-        reports: name -> what `dq.quantize` returned (recipe, plan and seconds for the report).
+        reports: name -> what `dq.quantize` returned (recipe, plan and seconds for the report). Without it, the recipe,
+            calibration and source that a quantized model carries are shown.
         device: where the metrics run; CUDA if there is one.
 
     Raises:
-        DQError: no prompts, unknown metric, a candidate that is the reference itself, an image or output with NaN/Inf
-            (naming candidate, prompt and step).
+        DQError: no prompts, unknown metric, an argument of the wrong type or range, a candidate that is the reference
+            itself, an image or output with NaN/Inf (naming candidate, prompt and step).
     """
-    named = candidates if isinstance(candidates, Mapping) else {"candidate": candidates}
+    named = _named(candidates, reports)
     settings = _settings(prompts, kwargs, steps, seed, batch_size, progress)
     judges = Judges(metrics, resamples, device)
-    base = _baseline(reference, settings, records, trajectories)
+    base = _baseline(reference, settings, checks.whole(records, "records"), checks.whole(trajectories, "trajectories"))
     result = EvalResult(
         prompts=list(settings.prompts),
         candidates=[],
@@ -90,18 +92,35 @@ def evaluate(
 def _settings(
     prompts: Iterable[str], kwargs: Mapping[str, Any] | None, steps: int | None, seed: int, batch: int, progress: bool
 ) -> Settings:
-    prompts = (prompts,) if isinstance(prompts, str) else tuple(getattr(prompts, "prompts", prompts))
-    if not prompts:
-        raise DQError("evaluate needs at least one prompt, the list is empty")
-    odd = next((p for p in prompts if not isinstance(p, str)), None)
-    if odd is not None:
-        raise DQError(f"prompts must be strings, got {type(odd).__name__}")
-    if batch < 1:
-        raise DQError(f"batch_size must be at least 1, got {batch}")
+    found = checks.texts(
+        getattr(prompts, "prompts", prompts), "prompts", "evaluate needs at least one prompt, the list is empty"
+    )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise DQError(f"kwargs must be a dict of arguments of the pipeline, got {type(kwargs).__name__}")
     call = dict(kwargs or {})
     if steps is not None:
         call["num_inference_steps"] = steps
-    return Settings(prompts, call, seed, batch, progress)
+    if call.get("num_inference_steps") is not None:
+        checks.whole(call["num_inference_steps"], "steps (num_inference_steps)")
+    for name in ("guidance_scale", "true_cfg_scale"):
+        if call.get(name) is not None:
+            checks.finite(call[name], name)
+    return Settings(tuple(found), call, checks.seed(seed), checks.whole(batch, "batch_size"), progress)
+
+
+def _named(candidates: Any, reports: Any) -> Mapping[str, Any]:
+    """name -> candidate; every report belongs to one of them."""
+    named = candidates if isinstance(candidates, Mapping) else {"candidate": candidates}
+    if not named:
+        raise DQError("evaluate got no candidates: pass a pipeline, or a dict name -> pipeline")
+    if reports is not None and not isinstance(reports, Mapping):
+        raise DQError(f"reports must be a dict name -> what dq.quantize returned, got {type(reports).__name__}")
+    for name in reports or {}:
+        if name not in named:
+            raise DQError(f"reports names {name!r}, which is no candidate{suggest(str(name), map(str, named))}")
+    if "reference" in named:
+        raise DQError("a candidate cannot be named 'reference'")
+    return named
 
 
 def _baseline(reference: Any, settings: Settings, records: int, trajectories: int) -> Baseline:
@@ -129,8 +148,6 @@ def _baseline(reference: Any, settings: Settings, records: int, trajectories: in
 def _candidate(
     name: str, candidate: Any, report: Any, base: Baseline, settings: Settings, judges: Judges
 ) -> tuple[CandidateResult, torch.Tensor]:
-    if name == "reference":
-        raise DQError("a candidate cannot be named 'reference'")
     pipe, given = open_candidate(candidate, name)
     report = report if report is not None else given
     modules = denoisers(pipe)
@@ -146,8 +163,8 @@ def _candidate(
     found.scores["latent-error"] = judges.latent(found, pipe, drift, base)
     found.scores.update(judges.images(base, run.images, name))
     found.layers = describe_layers(modules)  # after the run: kernels and grids are those that really ran
-    found.recipe = str(getattr(report, "recipe", "") or "")
-    found.plan = _plan(getattr(report, "plan", None))
+    found.recipe = str(getattr(report, "recipe", "") or ", ".join(recipe_names(modules.values())))
+    found.plan = _plan(getattr(report, "plan", None)) or describe_artifacts(modules)
     found.quantize_seconds = getattr(report, "seconds", None)
     doubts = (drift.warning(), "the reference itself holds quantized layers" if base.quantized else None)
     found.notes = [doubt for doubt in doubts if doubt]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ def open_candidate(value: Any, name: str) -> tuple[Any, Any]:
     if inspect.isfunction(value) or inspect.ismethod(value) or type(value).__name__ == "partial":
         value = value()
     pipe, report = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+    if isinstance(pipe, nn.Module):
+        raise DQError(f"{name} is the model {type(pipe).__name__}, not a pipeline: pass the pipeline that holds it")
     if not callable(pipe):
         raise DQError(f"{name} is a {type(pipe).__name__}, not a pipeline")
     return pipe, report
@@ -40,6 +43,28 @@ def describe_layers(modules: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
             row["component"] = component
             rows.append(row)
     return rows
+
+
+def _artifacts(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """What quantization recorded in each model that still holds it."""
+    found = [getattr(m, "dq_artifact", None) for m in modules]
+    return [a for a in found if isinstance(a, Mapping)]
+
+
+def recipe_names(modules: Iterable[nn.Module]) -> list[str]:
+    """Names of the recipes that the models were quantized with, each once."""
+    recipes = [a.get("recipe") or {} for a in _artifacts(modules)]
+    return list(dict.fromkeys(str(r.get("name", "")) if isinstance(r, Mapping) else str(r) for r in recipes))
+
+
+def describe_artifacts(modules: Mapping[str, nn.Module]) -> str | None:
+    """Recipe, calibration and source of every quantized component as JSON text; None if there is none."""
+    keys = ("recipe", "family", "calibration", "source", "revision", "versions")
+    found = {}
+    for component, module in modules.items():
+        for artifact in _artifacts([module]):
+            found[component] = {k: artifact[k] for k in keys if artifact.get(k)}
+    return json.dumps(clean(found), indent=1) if found else None
 
 
 def as_dict(info: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dq import checks
 from dq.eval.bootstrap import mean_interval, statistic_interval
 from dq.eval.denoiser import Call, replay
 from dq.eval.generate import accepted, as_float
@@ -44,12 +45,17 @@ class Judges:
     def __init__(self, metrics: Iterable[str | Metric] | None, resamples: int, device: str | torch.device | None):
         if metrics is None:
             metrics = sorted(METRICS.names(), key=lambda n: (METRICS.get(n).kind != "paired", n))
+        if not isinstance(metrics, Iterable):
+            raise DQError(f"metrics must be a list of names (dq list metrics), got {metrics!r}")
         chosen = [metrics] if isinstance(metrics, str) else list(metrics)
+        odd = [m for m in chosen if not isinstance(m, str) and not hasattr(m, "available")]
+        if odd:
+            raise DQError(f"a metric is a name (dq list metrics) or a Metric, got {odd[0]!r}")
         self.metrics = [METRICS.get(m) if isinstance(m, str) else m for m in chosen]
         reasons = {m.name: m.available() for m in self.metrics}
         self.unavailable = {name: reason for name, reason in reasons.items() if reason}
-        self.resamples = resamples
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.resamples = checks.whole(resamples, "resamples")
+        self.device = checks.device(device)
 
     def model(self, found: CandidateResult, pipe: Any, base: Baseline) -> Score:
         if not base.calls:

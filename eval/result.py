@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dq.checks import output_file
 from dq.registry import DQError
 
 
@@ -133,17 +134,18 @@ class EvalResult:
         return lines
 
     def save(self, path: str | Path, title: str = "") -> Path:
-        """Write the report (.html) or the numbers (.json) and return the path. Raises DQError for another suffix."""
-        path = Path(path)
-        if path.suffix == ".html":
+        """Write the report (.html) or the numbers (.json) and return the path.
+
+        Raises DQError for another suffix and for a place that cannot be written to.
+        """
+        path = output_file(path, (".html", ".json"))
+        if path.suffix.lower() == ".html":
             from dq.eval.report import write_report  # the report imports this module
 
             return write_report(self, path, **({"title": title} if title else {}))
-        if path.suffix == ".json":
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            return path
-        raise DQError(f"cannot save as {path.suffix or path.name!r}: use .html or .json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        return path
 
     def _cost(self, nbytes: int, seconds: float) -> tuple[str, str]:
         per_image = f"{seconds / max(len(self.prompts), 1):.2f}" if seconds else "–"

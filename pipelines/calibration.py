@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from dq.checks import finite, line, texts, whole
+from dq.checks import seed as checked_seed
 from dq.records import Record, RecordSampler, map_tensors, tensors
 from dq.registry import DQError, suggest
 
+_NO_PROMPTS = "calibration got no prompts: pass a list of texts, or None for a data-free recipe"
 DENOISERS = ("transformer", "transformer_2", "unet")
 
 
@@ -32,7 +35,8 @@ class Prompts:
         kwargs: anything else the pipeline's `__call__` takes (height, guidance_scale, negative_prompt ...).
 
     Raises:
-        DQError: no prompts, or (when run) an argument the pipeline does not take.
+        DQError: no prompts, one that is no text, a number of the wrong type or range, or (when run) an argument the
+            pipeline does not take.
     """
 
     def __init__(
@@ -46,14 +50,13 @@ class Prompts:
         seed: int = 0,
         **kwargs: Any,
     ):
-        self.prompts = [prompts] if isinstance(prompts, str) else list(prompts or ())
-        if not self.prompts:
-            raise DQError("calibration got no prompts: pass a list of texts, or None for a data-free recipe")
-        bad = next((p for p in self.prompts if not isinstance(p, str)), None)
-        if bad is not None:
-            raise DQError(f"calibration prompts must be texts, got {type(bad).__name__}")
-        if batch_size < 1 or (steps is not None and steps < 1):
-            raise DQError(f"batch_size and steps must be at least 1, got {batch_size} and {steps}")
+        self.prompts = texts(prompts, "calibration prompts", _NO_PROMPTS)
+        steps = None if steps is None else whole(steps, "steps")
+        batch_size, records, bins = whole(batch_size, "batch_size"), whole(records, "records"), whole(bins, "bins")
+        seed = checked_seed(seed)
+        for name in ("guidance_scale", "true_cfg_scale"):
+            if kwargs.get(name) is not None:
+                finite(kwargs[name], name)
         self.steps, self.records, self.bins, self.batch_size, self.seed = steps, records, bins, batch_size, seed
         self.kwargs = kwargs
 
@@ -65,17 +68,23 @@ class Prompts:
             DQError: the file cannot be read or holds no prompt.
         """
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise DQError(f"cannot read prompts from {path}: {error}") from error
+            lines = Path(path).read_text(encoding="utf-8-sig").splitlines()  # with or without a byte order mark
+        except UnicodeDecodeError as error:
+            raise DQError(f"cannot read prompts from {path}: it is no UTF-8 text; save it as UTF-8") from error
+        except (OSError, TypeError, ValueError) as error:
+            raise DQError(f"cannot read prompts from {path}: {line(error)}") from error
         if str(path).endswith(".tsv"):
-            lines = [line.split("\t")[0] for line in lines[1:]]
-        return cls([line.strip() for line in lines if line.strip()], **kwargs)
+            lines = [row.split("\t")[0] for row in lines[1:]]
+        found = [row.strip() for row in lines if row.strip()]
+        if not found or any("\0" in row for row in found):
+            what = "holds no prompts: write one per line" if not found else "holds binary data, no prompts"
+            raise DQError(f"{path} {what}")
+        return cls(found, **kwargs)
 
     def describe(self) -> dict[str, Any]:
         """JSON-clean account of the settings; prompts as a count and a hash."""
         digest = hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()
-        shown = {k: v for k, v in self.kwargs.items() if isinstance(v, (int, float, str, bool, type(None)))}
+        shown = {k: _described(v) for k, v in self.kwargs.items()}
         sizes = {"prompts": len(self.prompts), "sha256": digest, "steps": self.steps, "seed": self.seed}
         return sizes | {"batch_size": self.batch_size, "kwargs": shown}
 
@@ -130,6 +139,18 @@ class Prompts:
         if unknown and not any(p.kind is p.VAR_KEYWORD for p in known.values()):
             raise DQError(f"{type(pipe).__name__} takes no argument {unknown[0]!r}{suggest(unknown[0], known)}")
         return call
+
+
+def _described(value: Any) -> Any:
+    """JSON-clean, and different for different values: a tensor by shape and hash, an odd object by its type."""
+    if isinstance(value, Tensor):
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return f"{value.dtype}{list(value.shape)} sha256 {hashlib.sha256(raw).hexdigest()}"
+    if isinstance(value, (list, tuple)):
+        return [_described(v) for v in value]
+    if isinstance(value, dict):
+        return {str(k): _described(v) for k, v in value.items()}
+    return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
 
 
 def _is_text(call: dict[str, Any], key: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,35 +9,52 @@ from typing import Any
 from safetensors import safe_open
 
 from dq.checkpoint import check_version
+from dq.checks import one_line
 from dq.linear import LinearConfig
+from dq.pipelines.loading import folder_of, read_config
 from dq.registry import DQError
+
+OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.msgpack", "*.h5")
 
 
 def inspect_folder(source: str) -> str:
     """A text about every model in a pipeline or model folder: method, recipe, layers by kind, dtypes, bytes, origin.
 
     Raises:
-        DQError: no such folder, or nothing in it that is a model; a dq checkpoint newer than this dq.
+        DQError: no such folder, or nothing in it that is a model; weights that are missing or damaged, naming the
+            folder; a dq checkpoint newer than this dq.
     """
-    root = Path(source)
-    if not root.is_dir():
-        raise DQError(f"{source} is no folder")
-    found = sorted(p.parent for p in [*root.glob("config.json"), *root.glob("*/config.json")])
-    blocks = [text for folder in found if (text := _model(folder, root))]
+    root = folder_of(source)
+    if root is None:
+        raise DQError(f"{source} is no local folder; dq inspect reads files and downloads nothing")
+    found = sorted({p.parent for p in [*root.glob("config.json"), *root.glob("*/config.json")]})
+    _check_components(root)
+    blocks = []
+    for folder in found:
+        with one_line(f"{folder} is damaged"):
+            blocks.append(_model(folder, root))
     if not blocks:
         raise DQError(f"{source} holds no model: no config.json beside weights")
     return "\n".join(blocks)
 
 
+def _check_components(root: Path) -> None:
+    """Every component that model_index.json names has its folder."""
+    if not (root / "model_index.json").is_file():
+        return
+    with one_line(f"{root} is damaged"):
+        for name, entry in read_config(root / "model_index.json").items():
+            if isinstance(entry, list) and any(entry) and not (root / name).is_dir():
+                raise DQError(f"model_index.json names the component {name!r}, whose folder is missing")
+
+
 def _model(folder: Path, root: Path) -> str:
-    config = json.loads((folder / "config.json").read_text())
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        return ""
+    config, files = read_config(folder / "config.json"), _weights(folder)
     name = "." if folder == root else folder.name
     kind = config.get("_class_name") or ", ".join(config.get("architectures") or ["model"])
     size = sum(f.stat().st_size for f in files)
-    lines = [f"{name}: {kind}, {size / 1e6:.2f} MB in {len(files)} file(s); tensors {_dtypes(files)}"]
+    tensors = _dtypes(files) if files[0].suffix == ".safetensors" else "not read: no safetensors"
+    lines = [f"{name}: {kind}, {size / 1e6:.2f} MB in {len(files)} file(s); tensors {tensors}"]
     quantization = config.get("quantization_config")
     if quantization is None:
         return lines[0] + "; not quantized"
@@ -47,10 +63,22 @@ def _model(folder: Path, root: Path) -> str:
     return "\n".join(lines + _dq_lines(quantization))
 
 
+def _weights(folder: Path) -> list[Path]:
+    """The weight files; all those that an index names must be there."""
+    for index in folder.glob("*.safetensors.index.json"):
+        for name in sorted(set((read_config(index).get("weight_map") or {}).values())):
+            if not (folder / name).is_file():
+                raise DQError(f"{name}, which {index.name} names, is missing")
+    files = sorted(folder.glob("*.safetensors")) or sorted(f for p in OTHER_WEIGHTS for f in folder.glob(p))
+    if not files:
+        raise DQError("it has a config.json and no weights beside it; copy or download them again")
+    return files
+
+
 def _dtypes(files: list[Path]) -> str:
     counts: Counter = Counter()
     for path in files:
-        with safe_open(path, "pt") as file:
+        with one_line(f"{path.name} cannot be read"), safe_open(path, "pt") as file:
             counts.update(file.get_slice(k).get_dtype() for k in file.keys())  # noqa: SIM118 - not a dict
     return ", ".join(f"{n} {d}" for d, n in counts.most_common())
 
@@ -62,16 +90,23 @@ def _dq_lines(config: dict[str, Any]) -> list[str]:
     lines = [f"  recipe {recipe.get('name')} (dq format {config['format_version']}; {versions})"]
     if config.get("source"):
         lines.append(f"  made from {config['source']} {config.get('revision', '')}".rstrip())
-    if calibration:
-        strata = ", ".join(f"{k}: {v}" for k, v in (calibration.get("kept") or {}).items())
-        lines.append(f"  calibrated on {calibration.get('prompts', '?')} prompts; records per step bin/branch {strata}")
-    else:
-        lines.append("  data-free")
-    layers = config["layers"]
+    lines.append(_calibrated(calibration) if calibration else "  data-free")
+    for key in ("kinds", "layers"):
+        if not config.get(key):
+            raise DQError(f"quantization_config has no {key!r}: it describes no quantized layer")
     for i, entry in enumerate(config["kinds"]):
         kind = LinearConfig.from_dict(entry)
-        names = [n for n, e in layers.items() if e["kind"] == i]
+        names = [n for n, e in config["layers"].items() if e["kind"] == i]
         steps = ", ".join([n for n, _ in kind.steps] + ([f"low rank {kind.rank}"] if kind.rank else [])) or "plain"
         acts = "16-bit" if kind.activations is None else kind.activations
-        lines.append(f"  {len(names):>4} layers  W {kind.weights}  X {acts}  {steps}  e.g. {names[0]}")
+        example = f"  e.g. {names[0]}" if names else ""
+        lines.append(f"  {len(names):>4} layers  W {kind.weights}  X {acts}  {steps}{example}")
     return lines
+
+
+def _calibrated(calibration: dict[str, Any]) -> str:
+    """How many prompts or records calibrated it."""
+    if "prompts" not in calibration:
+        return f"  calibrated on {calibration.get('records', '?')} records"
+    strata = ", ".join(f"{k}: {v}" for k, v in (calibration.get("kept") or {}).items())
+    return f"  calibrated on {calibration['prompts']} prompts; records per step bin/branch {strata}"

@@ -71,8 +71,18 @@ def test_table_and_json(result, tmp_path):
     data = json.loads(result.save(tmp_path / "sub" / "r.json").read_text(), parse_constant=pytest.fail)
     assert data["ranking"][0] == "same" and data["candidates"][0]["scores"]["psnr"]["n"] == 5
     assert "images" not in data and data["settings"]["num_inference_steps"] == 3
-    with pytest.raises(DQError, match="html or"):
-        result.save(tmp_path / "r.pdf")
+    for path, match in {
+        tmp_path / "r.pdf": "html or",
+        tmp_path / "r": "html or",
+        None: "a path is a text, got None",
+        5: "a path is a text, got 5",
+        "": "is empty",
+        "/proc/x.html": "cannot write /proc/x.html",
+        tmp_path / "sub" / "r.json" / "r.html": "cannot write",
+    }.items():
+        with pytest.raises(DQError, match=match):
+            result.save(path)
+    assert result.save(str(tmp_path / "R.HTML")).read_text().startswith("<!")
 
 
 def test_batch_size_does_not_matter(flux, altered, prompts, call):
@@ -138,10 +148,29 @@ def test_user_errors_are_one_clear_line(flux, altered, prompts, call):
 
     for match, arguments in {
         "at least one prompt": {"prompts": []},
-        "must be strings": {"prompts": [1]},
+        "must be texts; number 0 of the list is 1": {"prompts": [1]},
+        "number 1 of the list is None": {"prompts": ["a", None]},
+        "must be a list of texts, got None": {"prompts": None},
+        "must be a list of texts, got 5": {"prompts": 5},
+        "a list of names .*got 5": {"metrics": 5},
+        "a name .*or a Metric, got 5": {"metrics": [5]},
+        "kwargs must be a dict": {"kwargs": "x"},
+        "batch_size must be a whole number, got 'x'": {"batch_size": "x"},
+        "seed must be a whole number, got None": {"seed": None},
+        "seed must be at least 0 and at most": {"seed": 10**23},
+        "steps .*at least 1, got 0": {"steps": 0},
+        "steps .*whole number, got 1.5": {"kwargs": {"num_inference_steps": 1.5}},
+        "guidance_scale must be a finite number": {"kwargs": {"guidance_scale": float("nan")}},
+        "resamples must be at least 1": {"resamples": 0},
+        "records must be at least 1": {"records": 0},
+        "device 'foo' cannot be used here": {"device": "foo"},
+        "got no candidates": {"candidates": {}},
+        "reports must be a dict": {"reports": 5},
+        "reports names 'candidat', .*'candidate'": {"reports": {"candidat": None}},
+        "is the model FluxTransformer2DModel, not a pipeline": {"candidates": flux.transformer, "kwargs": call},
         "unknown metric 'psnt'.*psnr": {"metrics": ["psnt"]},
         "takes no argument hight": {"kwargs": {"hight": 3}},
-        "batch_size": {"batch_size": 0},
+        "batch_size must be at least 1": {"batch_size": 0},
         "shares its denoiser": {"candidates": flux, "kwargs": call},
         "cannot be named": {"candidates": {"reference": flux}, "kwargs": call},
         "not a pipeline": {"candidates": {"x": 3}, "kwargs": call},

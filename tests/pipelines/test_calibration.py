@@ -149,9 +149,53 @@ def test_prompts_from_files_and_generators(tiny, tmp_path):
     assert Prompts("one text").prompts == ["one text"]
     with pytest.raises(dq.DQError, match=r"cannot read prompts from .*missing"):
         Prompts.from_file(tmp_path / "missing.txt")
-    text.write_text("\n \n")
-    with pytest.raises(dq.DQError, match="no prompts"):
-        Prompts.from_file(text)
+    text.write_bytes("\ufeffa cat\r\na dog\r\n".encode())
+    assert Prompts.from_file(text).prompts == ["a cat", "a dog"]
+    for content, match in {
+        b"\n \n": r"p\.txt holds no prompts",
+        "a cat".encode("utf-16"): "no UTF-8 text",
+        b"\xff\xd8\xff\xe0": "no UTF-8 text",
+        b"a\0b": "binary",
+    }.items():
+        text.write_bytes(content)
+        with pytest.raises(dq.DQError, match=match):
+            Prompts.from_file(text)
+    for path in (tmp_path, None, 5):
+        with pytest.raises(dq.DQError, match="cannot read prompts"):
+            Prompts.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "match"),
+    [
+        ([None], {}, "must be texts; number 0 of the list is None"),
+        (["a", 3], {}, "number 1 of the list is 3"),
+        (5, {}, "must be a list of texts, got 5"),
+        ([], {}, "no prompts"),
+        (b"a", {}, "must be a list of texts, got bytes"),
+        ("a", {"steps": "4"}, "steps must be a whole number, got '4'"),
+        ("a", {"steps": 1.5}, "steps must be a whole number, got 1.5"),
+        ("a", {"steps": True}, "steps must be a whole number"),
+        ("a", {"batch_size": "x"}, "batch_size must be a whole number"),
+        ("a", {"records": "x"}, "records must be a whole number"),
+        ("a", {"bins": 0}, "bins must be at least 1"),
+        ("a", {"seed": None}, "seed must be a whole number, got None"),
+        ("a", {"seed": 10**23}, "seed must be at least 0 and at most"),
+        ("a", {"guidance_scale": float("nan")}, "guidance_scale must be a finite number, got nan"),
+    ],
+)
+def test_values_are_checked_when_they_are_given(prompts, settings, match):
+    with pytest.raises(dq.DQError, match=match):
+        Prompts(prompts, **settings)
+
+
+def test_the_description_tells_every_setting_apart():
+    def described(**kwargs):
+        return json.dumps(Prompts("a", **kwargs).describe())
+
+    embeds = torch.ones(2, 3, dtype=torch.bfloat16)
+    changes = [{}, {"x": [1, 2]}, {"x": [1, 3]}, {"x": embeds}, {"x": embeds * 2}, {"x": {"scale": 1.0}}]
+    assert len({described(**c) for c in changes}) == len(changes)
 
 
 class Denoiser(nn.Module):
