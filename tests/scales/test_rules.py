@@ -199,7 +199,26 @@ def test_sweep_for_execution_in_e4m3(draw, limit, absmax, swept, as_run, aimed):
         got += torch.tensor([float((out - x).square().sum() / x.square().sum()) for out in outs]) * 1e3 / 3
     assert got[3] <= limit * got[1] and got[3] < got[2]
     published = torch.tensor([absmax, swept, as_run, aimed])
-    assert (10 * (got / published).log10()).abs().max() < 0.2
+    # Where the 20 columns fall, and the largest of their values, moves all four numbers of a draw by up to .5 dB.
+    assert (10 * (got / published).log10()).abs().max() < (0.4 if draw == "columns" else 0.2)
+
+
+def test_second_level_for_execution_in_e4m3():
+    """Of eight second levels within a factor of two the one of least executed error; a given one is kept."""
+    spec = NVFP4.with_(scale_rule="sweep", rule_params=(("target", "e4m3"),))
+    for draw in ("gauss", "columns"):
+        x = sample(draw, (32, 4096), 7)
+        whole = x.abs().amax()
+        errors = [block_sum(executed(quantize(x, spec, amax=whole * 2.0 ** (j / 8))), x) for j in range(8)]
+        assert block_sum(executed(quantize(x, spec)), x) == pytest.approx(min(errors), rel=1e-6)
+    assert quantize(x, spec, amax=whole).global_scale.item() == pytest.approx(float(whole) / 2688, rel=1e-6)
+    assert torch.isfinite(quantize(torch.zeros(3, 32), spec).dequantize()).all()
+    assert quantize(torch.zeros(0, 32), spec).shape == (0, 32)
+
+
+def block_sum(out, x):
+    """Squared error of a whole tensor."""
+    return float((out - x).square().sum(dtype=torch.float64))
 
 
 def test_exact_scales():
