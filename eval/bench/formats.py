@@ -72,7 +72,7 @@ def _native(x: Tensor, spec: QuantSpec) -> Tensor:
 
 def executed(x: Tensor, spec: QuantSpec) -> Tensor:
     """x as FP8 tensor cores multiply it: every product `element * block scale` rounded to E4M3."""
-    scales = choose_scale(x, spec)
+    scales = quantize(x, spec).scales
     blocks = Blocks(to_blocks(x, spec), spec, scales.global_scale)
     return from_blocks(blocks.round(scales.scale.to(torch.float32), "e4m3"), spec, *x.shape)
 
