@@ -16,7 +16,7 @@ from dq.checkpoint import artifact_meta
 from dq.linear import LayerInfo, QuantizedLinear, layer_info, quantized_linears
 from dq.ops import reference_qlinear
 from dq.planning import Plan, PlanRow, model_bytes
-from dq.qtensor import check_finite, choose_scale
+from dq.qtensor import check_finite, choose_scale, executed_amax
 from dq.records import Record
 from dq.registry import DQError
 from dq.replay import Replay, call, call_order, device_of
@@ -293,7 +293,9 @@ def quantize_row(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=
     layers = {}
     for members in row.inputs:
         # Runtimes fuse linears that share an input: they must share the second-level scale, so it covers them all.
-        amax = torch.stack([state.weights[m].abs().amax() for m in members]).amax() if members else None
+        amax = executed_amax([state.weights[m] for m in members], row.target.weights)
+        if members and amax is None:
+            amax = torch.stack([state.weights[m].abs().amax() for m in members]).amax()
         for m in members:
             old, x = model.get_submodule(m), state.rows(m)
             q = ROUNDINGS.get(row.target.rounding).round(state.weights[m], row.target.weights, x=x, amax=amax, name=m)

@@ -6,7 +6,7 @@ Source for NVFP4's two levels: `global = amax/(6*448)`, `block = E4M3(clamp(amax
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -186,19 +186,23 @@ def _second_level(
     return torch.where(whole > 0, divide(whole, top).clamp(min=_TINY), 1.0)
 
 
-def executed_amax(x: Tensor, spec: QuantSpec) -> Tensor | None:
+def executed_amax(parts: Sequence[Tensor], spec: QuantSpec) -> Tensor | None:
     """What the second level covers where scales are chosen for execution in E4M3 (`sweep`, target e4m3); else None.
 
     Which products are exact there depends on the mantissas of the block scales, so on the second level above them: of
-    `amax * 2^(j/8)`, j = 0..7, the one of least error on up to 64 rows of x [rows, K] (about 0.3 % less on Gaussian
+    `amax * 2^(j/8)`, j = 0..7, the one of least error on up to 64 rows of every part (about 0.3 % less on Gaussian
     data, 2 % with column outliers).
+
+    Args:
+        parts: tensors [rows, K] that share the second level: one weight, or fused ones.
     """
-    params, rule, x = dict(spec.rule_params), find_rule(spec), x.detach()
+    params, rule, parts = dict(spec.rule_params), find_rule(spec), [p.detach() for p in parts if p.numel()]
     wanted = params.get("target") == "e4m3" and spec.global_scale == "tensor" and not rule.needs
-    if not wanted or spec.row_segments or not x.numel():
+    if not wanted or spec.row_segments or not parts:
         return None
-    whole = block_amax(x.reshape(1, -1)).to(torch.float32)
-    rows = to_blocks(x[:: max(1, len(x) // FIT_ROWS)][:FIT_ROWS].to(torch.float32), spec)
+    whole = torch.cat([block_amax(p.reshape(1, -1)) for p in parts]).amax(0, keepdim=True).to(torch.float32)
+    rows = torch.cat([p[:: max(1, len(p) // FIT_ROWS)][:FIT_ROWS] for p in parts]).to(torch.float32)
+    rows = to_blocks(rows, spec)
     tops, errors = [whole * 2.0 ** (j / 8) for j in range(8)], []
     for top in tops:
         blocks = Blocks(rows, spec, _second_level(rows, spec, rule.ceiling, top, torch.float32))
@@ -319,7 +323,7 @@ def quantize(
     """
     if x.dim() != 2:
         raise DQError(f"{name} must be 2-D to be quantized, got shape {tuple(x.shape)}")
-    amax = executed_amax(x, spec) if amax is None else amax
+    amax = executed_amax([x], spec) if amax is None else amax
     if x.is_cuda and importance is None and hessian is None:
         for kernel in ACCELERATORS:
             if not kernel.refuse(x, spec):

@@ -108,7 +108,7 @@ def quantize_nvfp4(weight: Tensor, rule: str = "absmax", target: str = "native",
     spec = SPECS.get("nvfp4").spec.with_(scale_rule=rule, rule_params=params)
     if why_not(weight, spec):
         return quantize(weight, spec, amax=amax, name="weight")
-    return _run(weight, spec, executed_amax(weight, spec) if amax is None else amax, "weight")
+    return _run(weight, spec, executed_amax([weight], spec) if amax is None else amax, "weight")
 
 
 ACCELERATORS.register(Accelerator("nvfp4", why_not, _run))
