@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
+import sys
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from dq.linear import LinearConfig, QuantizedLinear, quantized_linears
 from dq.planning import Plan
-from dq.registry import DQError, suggest
+from dq.registry import DQError, suggest, typed
 from dq.version import VERSION
 
 FORMAT_VERSION = 1
@@ -33,19 +33,9 @@ def artifact_meta(model: nn.Module, plan: Plan, calibration: dict[str, Any]) -> 
             "dq": VERSION,
             "torch": str(torch.__version__),
             "python": platform.python_version(),
-            **_hf_versions(),
+            **{n: str(sys.modules[n].__version__) for n in ("diffusers", "transformers") if n in sys.modules},
         },
     }
-
-
-def _hf_versions() -> dict[str, str]:
-    out = {}
-    for name in ("diffusers", "transformers"):
-        try:
-            out[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return out
 
 
 def layers_config(model: nn.Module) -> dict[str, Any]:
@@ -76,19 +66,27 @@ def prepare_model(model: nn.Module, config: dict[str, Any], dtype: torch.dtype, 
     """Swaps the linears named by a checkpoint's config for empty `QuantizedLinear`s, ready for their tensors.
 
     Raises:
-        DQError: newer format, or a layer the model does not have (another architecture or library version).
+        DQError: newer format, a config that is damaged, or a layer the model does not have (another architecture or
+            library version).
     """
     check_version(config)
-    kinds = [LinearConfig.from_dict(k) for k in config["kinds"]]
+    damaged = "the checkpoint's config is damaged: "
+    try:
+        kinds = [LinearConfig.from_dict(k) for k in config["kinds"]]
+        layers = {n: dict(e) | {"kind": typed(e["kind"], int, n)} for n, e in config["layers"].items()}
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise DQError(f"{damaged}{type(error).__name__}: {error}") from error
+    if not layers:
+        raise DQError(damaged + "it names no quantized layer")
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    for name, entry in config["layers"].items():
+    for name, entry in layers.items():
         if name not in linears:
             raise DQError(
                 f"the checkpoint quantizes {name!r}, which {type(model).__name__} lacks{suggest(name, linears)}"
             )
         old, kind = linears[name], entry["kind"]
         if not 0 <= kind < len(kinds):
-            raise DQError(f"the checkpoint's config is damaged: {name!r} refers to kind {kind} of {len(kinds)}")
+            raise DQError(f"{damaged}{name!r} refers to kind {kind} of {len(kinds)}")
         new = QuantizedLinear(
             old.in_features, old.out_features, kinds[kind], bias=old.bias is not None, dtype=dtype, device=device
         )

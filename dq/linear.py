@@ -49,16 +49,9 @@ class LinearConfig:
             raise DQError(
                 f"unknown word {min(unknown)!r} in the description of a quantized linear; a newer dq wrote it?"
             )
-        for name, _ in data.get("steps", ()):
-            TRANSFORMS.get(name)  # refuses an unknown one by name
-        activations = data.get("activations")
-        return cls(
-            QuantSpec.from_dict(data["weights"]),
-            None if activations is None else QuantSpec.from_dict(activations),
-            tuple((n, dict(p)) for n, p in data.get("steps", ())),
-            data.get("rank", 0),
-            data.get("side_dtype", "bfloat16"),
-        )
+        grids = {k: QuantSpec.from_dict(data[k]) for k in ("weights", "activations") if data.get(k) is not None}
+        steps = tuple((TRANSFORMS.get(n).name, dict(p)) for n, p in data.get("steps", ()))
+        return cls(**data | grids | {"steps": steps})
 
     @property
     def static(self) -> bool:
@@ -260,6 +253,20 @@ class LayerInfo:
     sqnr_db: float | None
 
 
+class LayerTable(list):
+    """A list of `LayerInfo` that prints as a table."""
+
+    def __repr__(self) -> str:
+        rows = [("layer", "N x K", "weights", "activations", "transforms", "ran", "SQNR")]
+        for x in self:
+            ran = f"{x.backend} {x.grid} x{x.calls}" if x.calls else "-"
+            sqnr = "-" if x.sqnr_db is None else f"{x.sqnr_db:.1f} dB"
+            size = "{} x {}".format(*x.shape)
+            rows.append((x.name, size, x.weights, x.activations or "16-bit", x.transforms or "-", ran, sqnr))
+        wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, wide)).rstrip() for row in rows)
+
+
 def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:
     """name -> layer, in module order."""
     return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
@@ -267,7 +274,7 @@ def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:
 
 def layer_info(model: nn.Module) -> list[LayerInfo]:
     """What every quantized linear of the model is, and which kernel and activation grid ran last."""
-    rows = []
+    rows = LayerTable()
     for name, m in quantized_linears(model).items():
         c, ran = m.config, m._choice[1].backend if m._choice else None
         transforms = ", ".join([n for n, _ in c.steps] + ([f"low rank {c.rank}"] if c.rank else []))

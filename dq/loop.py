@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from dq.transforms import TRANSFORMS, GroupState, apply_steps
 from dq.transforms.lowrank import auto_rank
 
 BINS = 4
+LOST_DB = 3.0  # a layer whose error is half as strong as its signal
 
 
 @dataclass
@@ -35,7 +37,7 @@ class QuantizeReport:
 
     Attributes:
         recipe: its name.
-        seconds: wall time, calibration included.
+        seconds: wall time; of `dq.quantize`, calibration included.
         layers: one row per quantized linear, with its SQNR.
         bytes_before, bytes_after: of all parameters and buffers, the former in 16 bits.
         plan: what was planned (after groups were verified).
@@ -52,7 +54,7 @@ class QuantizeReport:
 
     def __str__(self) -> str:
         worst = sorted((x for x in self.layers if x.sqnr_db is not None), key=lambda x: x.sqnr_db)[:3]
-        lowest = ", ".join(f"{x.name} {x.sqnr_db:.1f} dB" for x in worst)
+        lowest = ", ".join(f"{x.name} {x.sqnr_db:.1f} dB" for x in worst) or "none measured"
         return (
             f"{self.recipe}: {len(self.layers)} linears in {self.seconds:.1f} s, {self.bytes_before / 1e6:.1f} MB -> "
             f"{self.bytes_after / 1e6:.1f} MB; lowest SQNR: {lowest}"
@@ -97,22 +99,29 @@ def quantize_model(
         loop.run_all(bar.update)
     model.dq_artifact = artifact_meta(model, plan, calibration or {})
     seconds, plan = time.perf_counter() - start, replace(plan, rows=tuple(loop.rows), remarks=tuple(loop.remarks))
-    return QuantizeReport(
-        plan.recipe.name, seconds, layer_info(model), before, model_bytes(model), plan, calibration or {}
-    )
+    layers = layer_info(model)
+    lost = [f"{x.name} ({x.weights})" for x in layers if x.sqnr_db is not None and x.sqnr_db < LOST_DB]
+    if lost:
+        what = (
+            f"almost nothing is left of {len(lost)} linears (SQNR below {LOST_DB} dB), e.g. {lost[0]}: values too small"
+        )
+        warnings.warn(what + " for its scales, or outliers; skip it or take another grid", stacklevel=2)
+    return QuantizeReport(plan.recipe.name, seconds, layers, before, model_bytes(model), plan, calibration or {})
 
 
 def check_weights(model: nn.Module, plan: Plan) -> None:
-    """Before anything runs: every weight to be quantized is there and finite.
+    """Before anything runs: every weight to be quantized is there, and every parameter of the model is finite (of what
+    stays in 16 bits and of biases too: a model that computes NaN cannot be judged).
 
     Raises:
         DQError: naming the first that is not.
     """
     for name in (m for row in plan.quantized for m in row.members):
-        weight = model.get_submodule(name).weight
-        if weight.is_meta:
+        if model.get_submodule(name).weight.is_meta:
             raise DQError(f"{name}.weight holds no data (offloaded, or not loaded yet): quantize before offloading")
-        check_finite(weight, f"{name}.weight")
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.itemsize > 1 and not parameter.is_meta:
+            check_finite(parameter, name)
 
 
 class _Loop:
@@ -332,15 +341,18 @@ def _input_scale(state: GroupState, name: str) -> Tensor | None:
     return choose_scale(rows, spec).scale.to(torch.float32)
 
 
-def sqnr_db(layer: QuantizedLinear, weight: Tensor, x: Tensor | None) -> float:
-    """`10 log10(||y||^2 / ||y_q - y||^2)` of the layer's output on x [n, K], bias excluded; of its weight without x."""
+def sqnr_db(layer: QuantizedLinear, weight: Tensor, x: Tensor | None) -> float | None:
+    """`10 log10(||y||^2 / ||y_q - y||^2)` of the layer's output on x [n, K], bias excluded; of its weight without x.
+    At most 300; None where the signal is zero, or beyond float32."""
     if x is None:
         signal, noise = weight, layer.dequantized_weight(torch.float32) - weight
     else:
         signal = x @ weight.T
         noise = reference_qlinear(x, replace(layer.params, bias=None)) - signal
-    ratio = signal.square().sum() / noise.square().sum().clamp(min=1e-30)
-    return round(float(10 * torch.log10(ratio.clamp(min=1e-30))), 3)
+    power, lost = (float(t.to(torch.float64).square().sum()) for t in (signal, noise))
+    if not power or not math.isfinite(power + lost):
+        return None
+    return round(10 * math.log10(max(power / max(lost, 1e-30 * power), 1e-30)), 3)
 
 
 def dequantize_model(model: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import nn
 from dq.family import Family, find_family, matches
 from dq.linear import LinearConfig, QuantizedLinear
 from dq.recipe import Recipe, Target
-from dq.registry import DQError, suggest
+from dq.registry import DQError, suggest, typed
 from dq.transforms.lowrank import auto_rank
 from dq.transforms.rotate import group_size
 
@@ -75,7 +75,7 @@ def planned_config(shape: tuple[int, int], row: PlanRow) -> LinearConfig:
         if name == "lowrank":
             rank = min(params.get("rank") or auto_rank(shape[1]), *shape)
         elif name == "rotate":
-            size = params.get("size") or group_size(row.k_parts or (shape[1],))
+            size = group_size(row.k_parts or (shape[1],), params.get("size", 0))
             steps += [("rotate", {"size": size})] if size else []
         else:
             steps.append((name, {}))
@@ -193,30 +193,38 @@ def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) 
     name = type(model).__name__
     if any(isinstance(m, QuantizedLinear) for m in model.modules()):
         raise DQError(f"{name} is quantized already; dq.dequantize() it or load the 16-bit model first")
+    if isinstance(model, nn.Linear):
+        raise DQError(f"a lone {name} has no name to be replaced by: put it into a model, e.g. nn.Sequential(layer)")
     linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
-    _check_patterns(linears, skip, recipe)
+    kinds = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear})
+    others = [f"subclasses of nn.Linear stay in 16 bits: {', '.join(kinds)}"] if kinds else []
+    _check_patterns(linears, skip)
     family = find_family(model)
     tied = tied_names(model)
     targets = {n: _target(n, m, recipe, family, skip, tied.get(f"{n}.weight", "")) for n, m in linears.items()}
     if not any(t for t, _ in targets.values()):
-        reasons = Counter(why for _, why in targets.values()).most_common(3)
-        raise DQError(
-            f"nothing to quantize in {name}: of {len(linears)} linears, "
-            + "; ".join(f"{c} stay 16-bit ({why})" for why, c in reasons)
-            + f". For tiny models lower the bound: recipe.with_(min_features=16) (now {recipe.min_features})."
-        )
+        raise DQError(f"nothing to quantize in {name}: " + "; ".join([*_why_none(targets, recipe), *others]))
     rows = _rows(linears, targets, family)
     other = model_bytes(model) - sum(2 * m.weight.numel() for m in linears.values())
     unused = [r.match for r in recipe.rules if not any(matches(n, r.match) for n in linears)]
     remarks = tuple(f"recipe rule {pattern!r} matches no linear here" for pattern in unused)
-    return Plan(name, recipe, family, rows, other, remarks)
+    return Plan(name, recipe, family, rows, other, (*others, *remarks))
 
 
-def _check_patterns(linears: dict[str, nn.Linear], skip: Sequence[str], recipe: Recipe) -> None:
+def _why_none(targets: dict[str, tuple[Target | None, str]], recipe: Recipe) -> list[str]:
+    """Why every linear of a model stays in 16 bits, and what helps."""
+    why = Counter(reason for _, reason in targets.values()).most_common(3)
+    out = [f"of {len(targets)} linears, {c} stay 16-bit ({reason})" for reason, c in why] or ["it holds no nn.Linear"]
+    if any(reason.startswith("too small") for reason, _ in why):
+        out.append(f"for tiny models lower the bound: recipe.with_(min_features=16) (now {recipe.min_features})")
+    return out
+
+
+def _check_patterns(linears: dict[str, nn.Linear], skip: Sequence[str]) -> None:
     if isinstance(skip, str):
         raise DQError(f"skip takes a list of patterns, got the string {skip!r}")
-    for pattern in skip:
-        if not any(matches(n, pattern) for n in linears):
+    for pattern in typed(skip, (list, tuple, set, frozenset), "skip takes a list of patterns"):
+        if not any(matches(n, typed(pattern, str, "a skip pattern is text")) for n in linears):
             leaves = {part for n in linears for part in (n, n.rpartition(".")[2], *n.split("."))}
             raise DQError(f"skip pattern {pattern!r} matches no linear{suggest(pattern, leaves)}")
 
@@ -231,6 +239,19 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def _target(name: str, module: nn.Linear, recipe: Recipe, family: Family, skip, tied) -> tuple[Target | None, str]:
     """The target of one linear, or None and the reason why it stays in 16 bits."""
+    target, reason = _wanted(name, module, recipe, family, skip, tied)
+    n, k = module.out_features, module.in_features
+    if target is not None and not n * k:
+        return None, "empty"
+    for spec in filter(None, (target.weights, target.activations) if target else ()):
+        # A last, shorter group is padded; rows of less than half a group (and not of tiny models) are a mistake.
+        if (spec.columns or 0) > max(2 * k, 256):
+            return None, f"groups of {spec} are longer than its K = {k}"
+    return target, reason
+
+
+def _wanted(name: str, module: nn.Linear, recipe: Recipe, family: Family, skip, tied) -> tuple[Target | None, str]:
+    """What the caller, the recipe and the family say about one linear, in this order."""
     if any(matches(name, p) for p in skip):
         return None, "skipped by the caller"
     if tied:
@@ -290,4 +311,7 @@ def _row(members, inputs, linears, target, reason, family: Family) -> PlanRow:
     parts = tuple(linears[p].out_features for p in family.parts_of(members[0]) if p in linears)
     if sum(parts) != shapes[0][1]:
         parts = ()
-    return PlanRow(members, shapes, family.block_of(members[0]), inputs, tuple(lowrank), parts, target, reason)
+    row = PlanRow(members, shapes, family.block_of(members[0]), inputs, tuple(lowrank), parts, target, reason)
+    if target is not None:
+        planned_config(shapes[0], row)  # refuses now what could not be fitted later
+    return row

@@ -57,7 +57,9 @@ class Target:
         data = dict(typed(data, dict, "a recipe section is a table, e.g. [linear] above weights = 'int8/channel'"))
         transforms = []
         for item in typed(data.pop("transforms", []), (list, tuple), "transforms is a list"):
-            item = {"name": item} if isinstance(item, str) else dict(typed(item, dict, "a transform is a name or table"))
+            item = (
+                {"name": item} if isinstance(item, str) else dict(typed(item, dict, "a transform is a name or table"))
+            )
             if "name" not in item:
                 raise DQError(f"a transform needs a name, e.g. {{ name = 'smooth', alpha = 0.5 }}; got {item}")
             transforms.append((item.pop("name"), tuple(sorted(item.items()))))
@@ -210,9 +212,9 @@ def _rule(data: dict[str, Any]) -> Rule:
     match, keep = data.pop("match"), data.pop("keep", None)
     if keep is None:
         return Rule(match, Target.from_dict(data))
-    if data or not isinstance(keep, str) or not keep:
-        raise DQError(f"the rule for {match!r} keeps 16 bits: keep = 'the reason' and no other word; got {keep!r}, {data}")
-    return Rule(match, None, keep)
+    if data or not keep or not isinstance(keep, str | bool):
+        raise DQError(f"keep = 'the reason' leaves {match!r} in 16 bits, without any other word; got {keep!r}, {data}")
+    return Rule(match) if keep is True else Rule(match, None, keep)
 
 
 def presets() -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dq.registry import DQError
 
@@ -70,12 +70,27 @@ def to_cpu(tree: Any) -> Any:
     return map_tensors(tree, lambda t: t.detach().to("cpu", copy=True))
 
 
-def digest(records: list[Record]) -> str:
-    """SHA-256 over every tensor of the records: tells whether a resumed or repeated run saw the same data."""
+def digest(tree: Any) -> str:
+    """SHA-256 over a nested structure with records, or over a model: every tensor's shape, dtype and bytes, and the
+    names and plain values around them. Tells whether a resumed or repeated run sees the same."""
     total = hashlib.sha256()
-    for t in tensors([(r.args, r.kwargs) for r in records]):
-        total.update(f"{tuple(t.shape)} {t.dtype}".encode())
-        total.update(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+    def add(item: Any) -> None:
+        total.update(f"{type(item).__name__} ".encode())
+        if isinstance(item, Tensor):
+            total.update(f"{tuple(item.shape)} {item.dtype} ".encode())
+            total.update(item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        elif isinstance(item, nn.Module):
+            add(dict(item.named_parameters()) | dict(item.named_buffers()))
+        elif isinstance(item, Record):
+            add((item.args, item.kwargs, item.prompt, item.step, item.steps, item.branch))
+        elif isinstance(item, dict | list | tuple):
+            for part in item.items() if isinstance(item, dict) else item:
+                add(part)
+        elif isinstance(item, str | int | float | None):
+            total.update(f"{item!r} ".encode())
+
+    add(tree)
     return total.hexdigest()
 
 

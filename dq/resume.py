@@ -2,46 +2,45 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from dq.linear import LinearConfig, QuantizedLinear
 from dq.planning import Plan
+from dq.records import digest
 from dq.registry import DQError
 
 
 def fingerprint(model: nn.Module, plan: Plan, calibration: dict[str, Any]) -> str:
-    """SHA-256 over recipe, groups, calibration description and a checksum of every weight to be quantized."""
-    digest = hashlib.sha256()
-    digest.update(json.dumps([plan.recipe.to_dict(), plan.model, calibration], sort_keys=True).encode())
-    for row in plan.quantized:
-        for name in row.members:
-            weight = model.get_submodule(name).weight
-            digest.update(f"{name} {tuple(weight.shape)} {float(weight.detach().double().square().sum())!r}".encode())
-    return digest.hexdigest()
+    """SHA-256 over recipe, linears to be quantized, calibration description and every byte of the model."""
+    work = json.dumps([plan.recipe.to_dict(), plan.model, calibration], sort_keys=True)
+    return digest([work, [row.members for row in plan.quantized], model])
 
 
 class ResumeFolder:
     """Keeps finished blocks of one quantization.
 
     Raises:
-        DQError: the folder holds blocks of another model, recipe or calibration.
+        DQError: the folder holds blocks of another model, recipe or calibration, or cannot be written.
     """
 
     def __init__(self, path: str, model: nn.Module, plan: Plan, calibration: dict[str, Any]):
-        self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
-        mark, mine = self.path / "fingerprint", fingerprint(model, plan, calibration)
-        if mark.is_file() and mark.read_text() != mine:
+        self.path, mark = Path(path), Path(path) / "fingerprint"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+            found, mine = mark.read_bytes(), fingerprint(model, plan, calibration).encode()
+            mark.write_bytes(found or mine)
+        except OSError as error:
+            raise DQError(f"resume needs a folder that can be written to: {error}") from error
+        if found not in (b"", mine):
             raise DQError(f"{path} holds blocks of another model, recipe or calibration; take an empty folder")
-        mark.write_text(mine)
 
     def _file(self, block: str) -> Path:
         return self.path / f"{block or 'outside-blocks'}.safetensors"
@@ -63,16 +62,20 @@ class ResumeFolder:
         part.replace(self._file(block))
 
     def load(self, block: str) -> dict[str, QuantizedLinear] | None:
-        """The block's layers, or None if it is not finished."""
+        """The block's layers, or None if it is not finished; a file that cannot be read does not count."""
         if not self._file(block).is_file():
             return None
-        layers = {}
-        with safe_open(self._file(block), "pt") as file:
-            for name, m in json.loads(file.metadata()["layers"]).items():
-                n, k = m["shape"]
-                dtype = getattr(torch, m["dtype"])
-                layer = QuantizedLinear(k, n, LinearConfig.from_dict(m["config"]), bias=m["bias"], dtype=dtype)
-                layer.load_state_dict({key: file.get_tensor(f"{name}:{key}") for key in layer.state_dict()})
-                layer.sqnr_db = m["sqnr_db"]
-                layers[name] = layer
-        return layers
+        try:
+            with safe_open(self._file(block), "pt") as file:
+                return {n: _layer(file, n, m) for n, m in json.loads(file.metadata()["layers"]).items()}
+        except (OSError, SafetensorError, ValueError, TypeError, LookupError):
+            return None
+
+
+def _layer(file: Any, name: str, m: dict[str, Any]) -> QuantizedLinear:
+    n, k = m["shape"]
+    config, dtype = LinearConfig.from_dict(m["config"]), getattr(torch, m["dtype"])
+    layer = QuantizedLinear(k, n, config, bias=m["bias"], dtype=dtype)
+    layer.load_state_dict({key: file.get_tensor(f"{name}:{key}") for key in layer.state_dict()})
+    layer.sqnr_db = m["sqnr_db"]
+    return layer

@@ -46,9 +46,18 @@ def rotate(x: Tensor, size: int) -> Tensor:
     return (x.unflatten(-1, (-1, size)) @ h).flatten(-2)
 
 
-def group_size(parts: tuple[int, ...]) -> int:
-    """Largest of 256, 64, 16 that divides every part of the input (a group never straddles a seam); 0 if none does."""
-    return next((n for n in SIZES if all(p % n == 0 for p in parts)), 0)
+def group_size(parts: tuple[int, ...], size: int = 0) -> int:
+    """`size`, or the largest of 256, 64, 16 that divides every part of the input (a group never straddles a seam); 0 if
+    none does.
+
+    Raises:
+        DQError: if a size was asked for that does not divide the parts.
+    """
+    if size and any(p % size for p in parts):
+        raise DQError(
+            f"rotation size {size} does not divide the input width {parts}; size 0 takes the largest that does"
+        )
+    return size or next((n for n in SIZES if all(p % n == 0 for p in parts)), 0)
 
 
 def fit(state: GroupState, size: int = 0) -> None:
@@ -57,10 +66,7 @@ def fit(state: GroupState, size: int = 0) -> None:
     Raises:
         DQError: if a size was asked for that does not divide K.
     """
-    parts = state.k_parts or (state.width,)
-    if size and any(p % size for p in parts):
-        raise DQError(f"rotation size {size} does not divide the input width {parts} of {next(iter(state.weights))}")
-    size = size or group_size(parts)
+    size = group_size(state.k_parts or (state.width,), size)
     if size:
         state.add(Step("rotate", params={"size": size}))
 
@@ -70,7 +76,9 @@ def _apply(x: Tensor, tensors: dict, params: dict) -> Tensor:
 
 
 def _check(params: dict) -> str:
-    return "" if params.get("size", 0) in (0, 4, 16, 64, 256, 1024, 4096) else "size is a power of 4, or 0 for the largest"
+    return (
+        "" if params.get("size", 0) in (0, 4, 16, 64, 256, 1024, 4096) else "size is a power of 4, or 0 for the largest"
+    )
 
 
 TRANSFORMS.register(Transform("rotate", fit, order=3, apply=_apply, weight=_apply, unweight=_apply, check=_check))
