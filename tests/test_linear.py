@@ -25,6 +25,12 @@ KINDS = {
     "nvfp4": ("nvfp4", "nvfp4-token", ()),
     "all": ("nvfp4", "nvfp4-token", ("smooth", "rotate", "lowrank")),
     "tensor": ("int8/tensor", "int8/token", ()),
+    "zero-points": ("uint4/group32", "uint8/token", ()),
+    "mx": ("mxfp4", "mxfp8", ()),
+    "double": ("nf4-double", None, ()),
+    "tiles": ("fp8-block", "fp8-block-token", ()),
+    "3-bit": ("int3/group32", None, ("rotate",)),
+    "swept": ("nvfp4@sweep", "nvfp4-token@4over6", ()),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
