@@ -74,8 +74,8 @@ def enqueue(x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> tuple[QTe
     unit = torch.empty(1, dtype=torch.float32, device=x.device)
     amax_kernel[(-(-x.numel() // (_AMAX["TILE"] * _AMAX["STEPS"])),)](x, bits, x.numel(), **_AMAX)
     top = bits.view(torch.float32) if amax is None else amax.to(unit).reshape(1)
-    levels = dict(TWO_LEVELS=spec.global_scale is not None, FULL=width % 16 == 0)
-    # Without fused multiply-adds: the reference rounds products before it subtracts.
+    levels = dict(TWO_LEVELS=spec.global_scale is not None, FULL=width % 16 == 0, FUSED=x.is_cuda)
+    # No fused multiply-adds but those that the kernel asks for: the reference rounds products before it subtracts.
     quantize_kernel[(-(-total // tile["BLOCKS"]),)](
         x, top, codes, scale, unit, total, width, groups, **_rule(spec), **levels, **tile, enable_fp_fusion=False
     )

@@ -59,15 +59,17 @@ def _ptx(name: str, generation: int, **constants) -> str:
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_compiles_for(generation, tmp_path, monkeypatch):
-    """Without a GPU. Bits depend on it: IEEE division, no fused multiply-add, subnormals kept, no FP8 instruction."""
+    """Without a GPU. Bits depend on it: IEEE division, no multiply-adds fused but those of `divide` (four for each of a
+    thread's elements, at each of its uses), subnormals kept, no FP8 instruction."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     _ptx("amax_kernel", generation, TILE=4096, STEPS=8)
-    common = dict(TWO_LEVELS=True, FULL=True)
+    common = dict(TWO_LEVELS=True, FULL=True, FUSED=True)
     plain = _ptx("quantize_kernel", generation, **common, BLOCKS=256, SWEEP=False, E4M3=False, LOW=0, HIGH=0)
     sweep = _ptx("quantize_kernel", generation, **common, BLOCKS=128, SWEEP=True, E4M3=True, LOW=-6, HIGH=10)
-    for ptx in (plain, sweep):
+    for ptx, fused in ((plain, 4 * 256 * 16 // 128), (sweep, 3 * 4 * 128 * 16 // 128)):
         assert set(re.findall(r"\bdiv\.\S+", ptx)) == {"div.rn.f32"}
-        assert not re.search(r"\bfma\.|\.ftz|e4m3|e2m1", ptx)
+        assert re.findall(r"\bfma\.\S+", ptx) == ["fma.rn.f32"] * fused
+        assert not re.search(r"\.ftz|e4m3|e2m1", ptx)
         assert "ld.global.v4.b32" in ptx  # 16 bytes at a time
 
 

@@ -29,6 +29,28 @@ def e4m3_value(code):
 
 
 @triton.jit
+def divide(a, b, inverse, FUSED: tl.constexpr):
+    """a / b correctly rounded, given `inverse`, 1 / b correctly rounded.
+
+    FUSED: the quotient by the reciprocal, corrected twice by its exact remainder: five instructions where IEEE division
+    takes some fifteen. The first correction leaves less than one ulp, and from there the second gives the rounded
+    quotient (Markstein, 1990). Needs fused multiply-adds (the interpreter has none) and b far from under- and overflow.
+    """
+    if FUSED:
+        q = a * inverse
+        q = tl.fma(tl.fma(-q, b, a), inverse, q)
+        return tl.fma(tl.fma(-q, b, a), inverse, q)
+    else:
+        return tl.div_rn(a, b)
+
+
+@triton.jit
+def inverse_power(x):
+    """2^-k for a normal x in [2^k, 2^(k + 1)), k at most 126: brings x into [1, 2) exactly."""
+    return ((254 << 23) - (x.to(tl.int32, bitcast=True) & 0x7F800000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def pair_sum(x, BLOCKS: tl.constexpr):
     """Sum of [BLOCKS, 16] over its last axis, neighbouring pairs first: the order of the reference.
 
