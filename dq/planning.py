@@ -75,7 +75,7 @@ def planned_config(shape: tuple[int, int], row: PlanRow) -> LinearConfig:
         if name == "lowrank":
             rank = min(params.get("rank") or auto_rank(shape[1]), *shape)
         elif name == "rotate":
-            size = group_size(row.k_parts or (shape[1],), params.get("size", 0))
+            size = group_size(row.k_parts or (shape[1],), params.get("size", 0), row.members[0])
             steps += [("rotate", {"size": size})] if size else []
         else:
             steps.append((name, {}))

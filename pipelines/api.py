@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from dq.linear import quantized_linears
@@ -16,8 +20,8 @@ from dq.ops import MODES
 from dq.pipelines.calibration import DENOISERS, Prompts
 from dq.planning import Plan, make_plan
 from dq.recipe import Recipe
-from dq.records import Record, digest
-from dq.registry import DQError, suggest
+from dq.records import Record, digest, tensors
+from dq.registry import DQError, suggest, typed
 
 
 def _models(obj: Any, components: str | Sequence[str] | None) -> dict[str, nn.Module]:
@@ -30,10 +34,10 @@ def _models(obj: Any, components: str | Sequence[str] | None) -> dict[str, nn.Mo
     if not isinstance(held, dict):
         raise DQError(f"expected a diffusers pipeline or a model, got {type(obj).__name__}")
     models = {n: m for n, m in held.items() if isinstance(m, nn.Module)}
-    names = [components] if isinstance(components, str) else list(components or [n for n in DENOISERS if n in models])
-    for name in names:
+    names = [components] if isinstance(components, str) else components or [n for n in DENOISERS if n in models]
+    for name in typed(names, (list, tuple, set), "components is a name or a list of names"):
         if name not in models:
-            raise DQError(f"{type(obj).__name__} has no component {name!r}{suggest(name, models)}")
+            raise DQError(f"{type(obj).__name__} has no component {name!r}{suggest(str(name), models)}")
     if not names:
         raise DQError(f"{type(obj).__name__} has no denoiser; name components=[...] out of {', '.join(models)}")
     return {n: models[n] for n in names}
@@ -41,8 +45,8 @@ def _models(obj: Any, components: str | Sequence[str] | None) -> dict[str, nn.Mo
 
 def _plans(models: dict[str, nn.Module], recipe: Any, skip: Sequence[str]) -> dict[str, Plan]:
     """One plan per component; a skip pattern must match in at least one of them."""
-    recipe = Recipe.load(recipe)
-    if len(models) == 1 or isinstance(skip, str):  # which make_plan refuses
+    recipe, skip = Recipe.load(recipe), () if skip is None else skip
+    if len(models) == 1 or not isinstance(skip, list | tuple | set):  # which make_plan refuses
         return {n: make_plan(m, recipe, skip) for n, m in models.items()}
     used: set[str] = set()
     plans = {}
@@ -59,6 +63,7 @@ def _plans(models: dict[str, nn.Module], recipe: Any, skip: Sequence[str]) -> di
 def _matches_any(model: nn.Module, pattern: str) -> bool:
     from dq.family import matches
 
+    typed(pattern, str, "a skip pattern is text")
     return any(matches(n, pattern) for n, m in model.named_modules() if isinstance(m, nn.Linear))
 
 
@@ -104,13 +109,17 @@ def quantize(
         DQError: unknown recipe, component or skip pattern; nothing to quantize; quantized already; NaN/Inf in a
             weight or a calibration input; calibration that is missing or empty.
     """
-    models = _models(obj, components)
+    start, models = time.perf_counter(), _models(obj, components)
     plans = _plans(models, recipe, skip)
     if activations is not None and activations not in MODES:
-        raise DQError(f"unknown activations mode {activations!r}{suggest(activations, MODES)}")
+        raise DQError(f"unknown activations mode {activations!r}{suggest(str(activations), MODES)}")
+    typed(resume, (str, Path, type(None)), "resume is the path of a folder")
     for name, model in models.items():  # before calibration, which would only report the NaN that a bad weight causes
         check_weights(model, plans[name])
     bar = progress if callable(progress) else (tqdm if progress else _silent)
+    if isinstance(calibration, Prompts) and not any(p.recipe.needs_calibration for p in plans.values()):
+        what = f"recipe {next(iter(plans.values())).recipe.name!r} needs no calibration; the prompts only verify groups "
+        warnings.warn(what + "and measure layers: leave them out to save the time", stacklevel=2)
     records = _calibrate(obj, models, calibration, bar)
     reports = {}
     for name, model in models.items():
@@ -122,7 +131,7 @@ def quantize(
         for layer in quantized_linears(model).values():
             layer.activations_mode = activations or "auto"
         attach(model)
-    return _merge(reports)
+    return replace(_merge(reports), seconds=time.perf_counter() - start)
 
 
 def _silent(*args: Any, **kwargs: Any):
@@ -135,10 +144,14 @@ def _calibrate(obj: Any, models: dict[str, nn.Module], calibration: Any, bar: An
     if isinstance(calibration, Prompts):
         if isinstance(obj, nn.Module):
             raise DQError("dq.Prompts runs a pipeline: pass the pipeline, not one of its models")
-        return calibration.collect(obj, models, bar)
+        found = calibration.collect(obj, models, bar)
+        return {
+            c: (records, described | {"records_sha256": digest(records)}) for c, (records, described) in found.items()
+        }
     if len(models) != 1:
         raise DQError("records can calibrate one model at a time; name one component")
-    found = [_record(r) for r in _iterate(calibration)]
+    model = next(iter(models.values()))
+    found = [_record(r, i, model) for i, r in enumerate(_iterate(calibration))]
     if not found:
         raise DQError("calibration is empty: it gave no record; pass dq.Prompts([...]), records, or None")
     described = {"records": len(found), "sha256": digest(found)}
@@ -146,17 +159,30 @@ def _calibrate(obj: Any, models: dict[str, nn.Module], calibration: Any, bar: An
 
 
 def _iterate(calibration: Any) -> Iterable[Any]:
+    if isinstance(calibration, (dict, Record, Tensor)):
+        raise DQError(f"calibration takes a list of records; wrap the {type(calibration).__name__} in a list")
     if isinstance(calibration, (str, bytes)) or not hasattr(calibration, "__iter__"):
         raise DQError(f"calibration must be dq.Prompts or records, got {type(calibration).__name__}")
     return calibration
 
 
-def _record(item: Any) -> Record:
-    if isinstance(item, Record):
-        return item
+def _record(item: Any, index: int, model: nn.Module) -> Record:
+    """One record, with arguments that the model's forward takes.
+
+    Raises:
+        DQError: it is none, holds no tensor, or the model does not take it.
+    """
     if isinstance(item, dict):
-        return Record((), item)
-    raise DQError(f"a calibration record is a dq.Record or a dict of keyword arguments, got {type(item).__name__}")
+        item = Record((), dict(item))
+    if not isinstance(item, Record):
+        raise DQError(f"a calibration record is a dq.Record or a dict of keyword arguments, got {type(item).__name__}")
+    if not tensors((item.args, item.kwargs)):
+        raise DQError(f"calibration record {index} holds no tensor; give what {type(model).__name__} is called with")
+    try:
+        inspect.signature(model.forward).bind(*item.args, **item.kwargs)
+    except TypeError as error:
+        raise DQError(f"calibration record {index} does not fit {type(model).__name__}: {error}") from error
+    return item
 
 
 def attach(model: nn.Module) -> None:
@@ -179,9 +205,17 @@ def _plugin(model: nn.Module):
 def dequantize(obj: Any, *, components: Any = None) -> Any:
     """Puts 16-bit linears back, in place; returns `obj`. The result keeps the quantization error of the weights.
 
+    Args:
+        components: of a pipeline; default: all that are quantized.
+
     Raises:
         DQError: nothing is quantized.
     """
+    if components is None and isinstance(getattr(obj, "components", None), dict) and not isinstance(obj, nn.Module):
+        held = {n: m for n, m in obj.components.items() if isinstance(m, nn.Module)}
+        components = [n for n, m in held.items() if quantized_linears(m)]
+        if not components:
+            raise DQError(f"nothing in {type(obj).__name__} is quantized")
     models = _models(obj, components)
     found = {n: m for n, m in models.items() if quantized_linears(m)}
     if not found:

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from dq.checkpoint import layers_config, prepare_model
@@ -105,13 +105,20 @@ _DTYPES = {
 
 
 def read_headers(files: Iterable[Any]) -> dict[str, Header]:
-    """name -> header of every tensor in the safetensors files; {} if there are none (or files of another kind)."""
+    """name -> header of every tensor in the safetensors files; {} if there are none (or files of another kind).
+
+    Raises:
+        DQError: one cannot be read.
+    """
     found = {}
     for path in (f for f in files or () if str(f).endswith(".safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                part = file.get_slice(name)
-                found[name] = (tuple(part.get_shape()), part.get_dtype())
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    part = file.get_slice(name)
+                    found[name] = (tuple(part.get_shape()), part.get_dtype())
+        except (OSError, SafetensorError) as error:
+            raise DQError(f"{path} cannot be read ({error}): truncated, or not a safetensors file") from error
     return found
 
 

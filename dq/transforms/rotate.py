@@ -46,7 +46,7 @@ def rotate(x: Tensor, size: int) -> Tensor:
     return (x.unflatten(-1, (-1, size)) @ h).flatten(-2)
 
 
-def group_size(parts: tuple[int, ...], size: int = 0) -> int:
+def group_size(parts: tuple[int, ...], size: int = 0, name: str = "it") -> int:
     """`size`, or the largest of 256, 64, 16 that divides every part of the input (a group never straddles a seam); 0 if
     none does.
 
@@ -54,9 +54,7 @@ def group_size(parts: tuple[int, ...], size: int = 0) -> int:
         DQError: if a size was asked for that does not divide the parts.
     """
     if size and any(p % size for p in parts):
-        raise DQError(
-            f"rotation size {size} does not divide the input width {parts}; size 0 takes the largest that does"
-        )
+        raise DQError(f"rotation size {size} does not divide the input width {parts} of {name}; 0 takes one that does")
     return size or next((n for n in SIZES if all(p % n == 0 for p in parts)), 0)
 
 
@@ -66,7 +64,7 @@ def fit(state: GroupState, size: int = 0) -> None:
     Raises:
         DQError: if a size was asked for that does not divide K.
     """
-    size = group_size(state.k_parts or (state.width,), size)
+    size = group_size(state.k_parts or (state.width,), size, next(iter(state.weights)))
     if size:
         state.add(Step("rotate", params={"size": size}))
 
