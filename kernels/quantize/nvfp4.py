@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -42,12 +43,17 @@ def _rule(spec: QuantSpec) -> dict[str, Any] | None:
     return dict(SWEEP=True, E4M3=target == "e4m3", LOW=low, HIGH=high)
 
 
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def why_not(weight: Tensor, spec: QuantSpec) -> str:
     """Why the kernels cannot quantize this tensor to this spec here, "" if they can."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if weight.device.type != "cuda" and not (interpreted and weight.device.type == "cpu"):
         return f"the tensor is on {weight.device.type}, the kernels need CUDA"
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return "triton is not installed"
     if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) < (8, 0):
         return "the kernels need compute capability 8.0"
