@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 
 from dq import commands
@@ -132,27 +131,39 @@ def _add_bench(sub) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; a problem the user can act on is one line on stderr and exit status 2."""
     args = build_parser().parse_args(argv)
-    with warnings.catch_warnings():
-        _quiet()
-        try:
-            commands.check_numbers(args)
-            args.run(args)
-        except DQError as error:
-            print(f"dq: {' '.join(str(error).split())}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            print("dq: interrupted", file=sys.stderr)
-            return 130
-        except BrokenPipeError:  # `dq list | head`: the reader has what it wanted
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
+    _quiet()
+    try:
+        commands.check_numbers(args)
+        args.run(args)
+    except DQError as error:
+        print(f"dq: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("dq: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `dq list | head`: the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return 0
 
 
+# Loggers of other packages, and beginnings of what they say about features that no command uses, or just before they
+# raise an error that is printed anyway. Everything else that they say is shown.
+NOISE = {
+    "torch.utils._pytree": "",
+    "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao`",
+    "diffusers.pipelines.pipeline_loading_utils": "An error occurred while trying to fetch",
+    "diffusers.models.modeling_utils": "An error occurred while trying to fetch",
+}
+
+
+def _worth_saying(record: logging.LogRecord) -> bool:
+    return not (record.name in NOISE and record.getMessage().startswith(NOISE[record.name]))
+
+
 def _quiet() -> None:
-    """Drops what other packages say on import about features that no command uses."""
-    warnings.filterwarnings("ignore", module=r"torch\.utils\._pytree")
-    logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").setLevel(logging.ERROR)
+    for name in NOISE:
+        logging.getLogger(name).addFilter(_worth_saying)  # once, however often it is called
 
 
 if __name__ == "__main__":

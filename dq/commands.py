@@ -42,6 +42,7 @@ def _option(name: str) -> str:
 
 
 def demo(args: argparse.Namespace) -> None:
+    """`dq demo`."""
     from dq.showcase import RECIPES, run_demo
 
     run_demo(
@@ -78,11 +79,13 @@ def _print_plan(obj: Any, recipe: Any, args: argparse.Namespace) -> None:
 
 
 def plan(args: argparse.Namespace) -> None:
+    """`dq plan`."""
     recipe = _recipe(args)
     _print_plan(_load(args), recipe, args)
 
 
 def quantize(args: argparse.Namespace) -> None:
+    """`dq quantize`: plan, calibrate, quantize, save; a model takes its tokenizer along."""
     from dq.checks import one_line
     from dq.pipelines.api import quantize as run
     from dq.pipelines.loading import copy_companions, is_model_folder, is_pipeline
@@ -163,6 +166,7 @@ def _call_kwargs(args: argparse.Namespace, sources: Sequence[str], steps: str = 
 
 
 def generate(args: argparse.Namespace) -> None:
+    """`dq generate`: an image, or a text."""
     from dq import checks
     from dq.pipelines.loading import is_model_folder, is_pipeline
 
@@ -211,6 +215,7 @@ def _generate_text(model: Any, args: argparse.Namespace) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
+    """`dq eval`. Pipelines are loaded when their turn comes."""
     from dq import checks
     from dq.eval.compare import evaluate as run
     from dq.pipelines.calibration import Prompts
@@ -240,12 +245,14 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def inspect(args: argparse.Namespace) -> None:
+    """`dq inspect`."""
     from dq.pipelines.inspection import inspect_folder
 
     print(inspect_folder(args.source))
 
 
 def catalogue(args: argparse.Namespace) -> None:
+    """`dq list`."""
     from dq.catalogue import KINDS
     from dq.catalogue import catalogue as text
 
@@ -255,12 +262,14 @@ def catalogue(args: argparse.Namespace) -> None:
 
 
 def doctor(args: argparse.Namespace) -> None:
+    """`dq doctor`."""
     from dq.catalogue import doctor as text
 
     print(text())
 
 
 def bench_formats(args: argparse.Namespace) -> None:
+    """`dq bench formats`."""
     from dq import checks
     from dq.eval.bench import formats
 
@@ -274,6 +283,7 @@ def bench_formats(args: argparse.Namespace) -> None:
 
 
 def bench_quantize(args: argparse.Namespace) -> None:
+    """`dq bench quantize`."""
     from dq import checks
     from dq.eval.bench import speed
     from dq.pipelines.loading import parse_dtype
