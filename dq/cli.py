@@ -152,8 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 NOISE = {
     "torch.utils._pytree": "",
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao`",
-    "diffusers.pipelines.pipeline_loading_utils": "An error occurred while trying to fetch",
-    "diffusers.models.modeling_utils": "An error occurred while trying to fetch",
+    "diffusers.models.modeling_utils": ("An error occurred while trying to fetch", "Defaulting to unsafe"),
 }
 
 

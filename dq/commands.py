@@ -191,7 +191,7 @@ def _generate_image(pipe: Any, args: argparse.Namespace, out: Path) -> None:
         image = run(pipe, args.source, settings).images[0]
     except DQError:
         raise
-    except ValueError as error:  # by which pipelines refuse an argument
+    except (ValueError, TypeError) as error:  # by which pipelines refuse an argument
         raise DQError(f"{type(pipe).__name__} refuses this call: {line(error)}") from error
     save_image(image, out)
     print(f"image: {out}")

@@ -14,6 +14,7 @@ from dq.linear import LinearConfig
 from dq.pipelines.loading import folder_of, read_config
 from dq.registry import DQError
 
+WEIGHTLESS = ("Tokenizer", "Processor", "Extractor", "Scheduler")  # in the class of a component
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.msgpack", "*.h5")
 
 
@@ -27,8 +28,9 @@ def inspect_folder(source: str) -> str:
     root = folder_of(source)
     if root is None:
         raise DQError(f"{source} is no local folder; dq inspect reads files and downloads nothing")
-    found = sorted({p.parent for p in [*root.glob("config.json"), *root.glob("*/config.json")]})
-    _check_components(root)
+    other = _check_components(root)
+    configs = [*root.glob("config.json"), *root.glob("*/config.json")]
+    found = sorted({p.parent for p in configs if p.parent.name not in other})
     blocks = []
     for folder in found:
         with one_line(f"{folder} is damaged"):
@@ -38,14 +40,18 @@ def inspect_folder(source: str) -> str:
     return "\n".join(blocks)
 
 
-def _check_components(root: Path) -> None:
-    """Every component that model_index.json names has its folder."""
+def _check_components(root: Path) -> set[str]:
+    """Every component that model_index.json names has its folder; returns the names of those that hold no weights."""
+    other: set[str] = set()
     if not (root / "model_index.json").is_file():
-        return
+        return other
     with one_line(f"{root} is damaged"):
         for name, entry in read_config(root / "model_index.json").items():
             if isinstance(entry, list) and any(entry) and not (root / name).is_dir():
                 raise DQError(f"model_index.json names the component {name!r}, whose folder is missing")
+            if isinstance(entry, list) and any(word in str(entry[-1]) for word in WEIGHTLESS):
+                other.add(name)
+    return other
 
 
 def _model(folder: Path, root: Path) -> str:

@@ -110,6 +110,7 @@ def test_the_pipeline_is_left_as_it_was(tiny):
     assert torch.equal(tiny.denoise(pipe), before)
 
 
+@pytest.mark.filterwarnings("ignore:recipe .* needs no calibration")
 def test_nan_names_the_component_and_the_step(tiny, monkeypatch):
     pipe, calls = tiny.flux_pipeline(), []
 
@@ -123,6 +124,7 @@ def test_nan_names_the_component_and_the_step(tiny, monkeypatch):
     assert not quantized_linears(pipe.transformer)
 
 
+@pytest.mark.filterwarnings("ignore:recipe .* needs no calibration")
 def test_unknown_arguments_are_refused(tiny, pipe):
     with pytest.raises(
         dq.DQError, match=r"FluxPipeline takes no argument 'guidence_scale'; did you mean .*'guidance_scale'"
