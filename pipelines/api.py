@@ -118,8 +118,8 @@ def quantize(
         check_weights(model, plans[name])
     bar = progress if callable(progress) else (tqdm if progress else _silent)
     if isinstance(calibration, Prompts) and not any(p.recipe.needs_calibration for p in plans.values()):
-        what = f"recipe {next(iter(plans.values())).recipe.name!r} needs no calibration; the prompts only verify groups "
-        warnings.warn(what + "and measure layers: leave them out to save the time", stacklevel=2)
+        what = f"recipe {next(iter(plans.values())).recipe.name!r} needs no calibration: the prompts only verify groups"
+        warnings.warn(what + " and measure layers; leave them out to save the time", stacklevel=2)
     records = _calibrate(obj, models, calibration, bar)
     reports = {}
     for name, model in models.items():

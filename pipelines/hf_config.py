@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import re
 from collections.abc import Iterable
@@ -90,11 +91,41 @@ def prepare(
             f"dq.quantize(model, {config.name or 'fp8'!r})"
         )
     prepare_model(model, config.fields, dtype)
+    allow_casts(model)
     for name, layer in quantized_linears(model).items():
         if any(matches(name, p) for p in in_fp32):
             layer.compute_dtype = torch.float32
     model.dq_artifact = {k: v for k, v in config.fields.items() if k not in ("format_version", "kinds", "layers")}
     model.dq_artifact["recipe"] = config.recipe
+
+
+def allow_casts(model: nn.Module) -> None:
+    """Lets `.to(dtype)`, `.half()` and `.float()` cast a dq model: 16-bit layers, biases and the compute dtype follow,
+    codes and scales stay (`QuantizedLinear._apply`).
+
+    The libraries refuse casts of what is quantized, for the sake of methods whose payload a cast destroys; a pipeline
+    would be left half cast. Their methods are wrapped once, on the class: on the instance they would make a reference
+    cycle, which keeps a model's memory after its last use. Models that are not dq's see no difference.
+    """
+    for name in ("to", "half", "float"):
+        owner = next(c for c in type(model).__mro__ if name in vars(c))
+        if owner is not nn.Module and not hasattr(vars(owner)[name], "dq_castable"):
+            setattr(owner, name, _castable(vars(owner)[name]))
+
+
+def _castable(original: Any) -> Any:
+    @functools.wraps(original)
+    def cast(self, *args, **kwargs):
+        if getattr(self, "quantization_method", None) != DQMethod.DQ:
+            return original(self, *args, **kwargs)
+        self.is_quantized = False
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.is_quantized = True
+
+    cast.dq_castable = True
+    return cast
 
 
 Header = tuple[tuple[int, ...], str]  # shape and dtype of a tensor, as a safetensors file says them

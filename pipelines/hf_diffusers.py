@@ -16,6 +16,7 @@ from dq.pipelines.hf_config import (
     DQConfigBase,
     DQMethod,
     Header,
+    allow_casts,
     check_names,
     check_tensors,
     config_fields,
@@ -109,6 +110,7 @@ def attach(model: nn.Module) -> None:
     config = DQDiffusersConfig(**config_fields(model))
     model.hf_quantizer = DQDiffusersQuantizer(config, pre_quantized=True)
     model.is_quantized, model.quantization_method = True, DQMethod.DQ
+    allow_casts(model)
     model.register_to_config(quantization_config=config)
 
 

@@ -13,7 +13,16 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from dq.checkpoint import finish_model
 from dq.linear import quantized_linears
 from dq.loop import dequantize_model
-from dq.pipelines.hf_config import DQConfigBase, DQMethod, Header, check_tensors, config_fields, prepare, read_headers
+from dq.pipelines.hf_config import (
+    DQConfigBase,
+    DQMethod,
+    Header,
+    allow_casts,
+    check_tensors,
+    config_fields,
+    prepare,
+    read_headers,
+)
 
 
 class DQTransformersConfig(DQConfigBase, QuantizationConfigMixin):
@@ -78,6 +87,7 @@ def attach(model: nn.Module) -> None:
     model.config.quantization_config = config
     model.hf_quantizer = DQTransformersQuantizer(config, pre_quantized=True)
     model.is_quantized, model.quantization_method = True, DQMethod.DQ
+    allow_casts(model)
 
 
 def detach(model: nn.Module) -> None:

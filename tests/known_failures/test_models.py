@@ -175,8 +175,8 @@ def test_F47_moving_between_devices(quantized_flux, preset):
 
 
 def test_F47_F71_moving_and_casting_a_pipeline(tiny, tmp_path):
-    """The same for a pipeline, made here or loaded: `.to(device)` works; a cast is refused by diffusers in one line and
-    leaves the model as it was."""
+    """The same for a pipeline, made here or loaded: `.to(device)` changes no bit; a cast reaches every component, keeps
+    codes and scales as they are, and the images close. (diffusers refused the denoiser after casting the rest.)"""
     from diffusers import FluxPipeline
 
     pipe, parts = tiny.flux_pipeline(), ["transformer", "text_encoder_2"]
@@ -187,15 +187,23 @@ def test_F47_F71_moving_and_casting_a_pipeline(tiny, tmp_path):
     loaded.set_progress_bar_config(disable=True)
     for p in (pipe, loaded):
         assert torch.equal(tiny.denoise(p.to("cpu")), latents)
-        for cast in (lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.to("cpu", torch.float16)):
-            with pytest.raises(ValueError, match="quantized"):
-                cast(p.transformer)
+        state = {k: v.clone() for k, v in p.transformer.named_buffers()}
+        for cast, dtype in (
+            (lambda m: m.half(), torch.float16),
+            (lambda m: m.to("cpu", torch.bfloat16), torch.bfloat16),
+        ):
+            model = cast(copy.deepcopy(p.transformer))
+            assert model.is_quantized and {x.dtype for x in model.parameters()} == {dtype}
+            assert {m.weight.dtype for m in quantized_linears(model).values()} == {dtype}
+            for name, layer in quantized_linears(model).items():
+                for key, value in layer.named_buffers():
+                    assert torch.equal(value.view(torch.uint8), state[f"{name}.{key}"].view(torch.uint8))
         assert torch.equal(tiny.denoise(p), latents)
-        with torch.no_grad():
-            ids = torch.tensor([[3, 4, 5]])
-            before = p.text_encoder_2(input_ids=ids)[0]
-            after = p.text_encoder_2.to(torch.float16)(input_ids=ids)[0]  # transformers lets this through
-        assert after.dtype == torch.float16 and (after - before).norm() < 0.01 * before.norm()
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            p.to(dtype)
+            assert {getattr(p, n).dtype for n in ("transformer", "text_encoder", "text_encoder_2", "vae")} == {dtype}
+            assert (tiny.denoise(p).float() - latents).norm() < 0.15 * latents.norm()
+        assert p.text_encoder_2.half().dtype == torch.float16  # which transformers refused
 
 
 @pytest.mark.parametrize("preset", PRESETS)
