@@ -186,7 +186,7 @@ def _generate_image(pipe: Any, args: argparse.Namespace, out: Path) -> None:
     from dq.eval.generate import generate as run
     from dq.eval.images import save_image
 
-    settings = Settings((args.prompt,), _call_kwargs(args, [args.source]), args.seed)
+    settings = Settings((args.prompt,), _call_kwargs(args, [args.source]), args.seed, step_bar=True)
     try:
         image = run(pipe, args.source, settings).images[0]
     except DQError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class Settings:
     seed: int = 0
     batch_size: int = 8
     progress: bool = True
+    step_bar: bool = False  # the pipeline's own bar over steps, in place of one over images
 
     def batches(self) -> list[range]:
         n = len(self.prompts)
@@ -62,8 +63,13 @@ def generate(pipe: Any, label: str, settings: Settings, observers: tuple[Observe
     Raises DQError, naming `label` and the prompt, if an image holds NaN or Inf.
     """
     images, seconds = [], 0.0
-    bar = tqdm(total=len(settings.prompts), desc=f"evaluate {label}", unit="image", disable=not settings.progress)
-    with bar, _quiet(pipe), torch.no_grad():
+    bar = tqdm(
+        total=len(settings.prompts),
+        desc=f"evaluate {label}",
+        unit="image",
+        disable=settings.step_bar or not settings.progress,
+    )
+    with bar, nullcontext() if settings.step_bar else _quiet(pipe), torch.no_grad():
         for rows in settings.batches():
             watch = _Watch(rows, observers)
             for observer in observers:

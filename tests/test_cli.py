@@ -81,8 +81,9 @@ DEMO = dict(steps=20, height=128, width=128, text=32)
 
 
 def test_generate_knows_a_quantized_demo(dq_, quantized, seen, tmp_path):
-    status, out, _ = dq_("generate", quantized, "sunflower", "--out", tmp_path / "a" / "x.png", "--device", "cpu")
+    status, out, bars = dq_("generate", quantized, "sunflower", "--out", tmp_path / "a" / "x.png", "--device", "cpu")
     assert status == 0 and "x.png" in out and seen == [DEMO] and (tmp_path / "a" / "x.png").stat().st_size > 500
+    assert "2/2" in bars and "evaluate" not in bars  # the bar counts steps
 
 
 def test_eval_knows_a_demo(dq_, quantized, seen, prompts, tmp_path):
