@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dq.eval.environment import describe
 from dq.granularity import from_blocks, to_blocks
-from dq.qtensor import choose_scale, quantize
+from dq.qtensor import quantize
 from dq.scales import SCALE_RULES, Blocks, ScaleRule
 from dq.spec import SPECS, QuantSpec
 from dq.transforms.rotate import rotate
