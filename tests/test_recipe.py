@@ -106,6 +106,8 @@ weights = "int8/channel"
     assert recipe.needs_calibration
 
 
+GROUP = "name = 'x'\n[linear]\nweights = {{ format = 'int4', strategy = 'group', group_size = {} }}\n"
+RULE = "name = 'x'\n[linear]\nweights = {{ format = 'int8', scale_rule = 'mse', rule_params = {} }}\n"
 MISTAKES = [
     ("name = 'x'\n", r"needs a name and a \[linear\] section"),
     ("[linear]\nweights = 'int8'\n", r"needs a name and a \[linear\] section"),
@@ -135,6 +137,44 @@ MISTAKES = [
     (BASE + "transforms = 'smooth'\n", r"transforms is a list; got 'smooth'"),
     (BASE + "[rules]\nmatch = 'x'\n", r"each rule begins \[\[rules\]\]; got {'match': 'x'}"),
     ("name = [\n", r"cannot read the recipe .*recipe\.toml"),
+    # values of a wrong type or out of range
+    (BASE.replace('"int8/channel"', "8"), r"are text such as 'int8/channel', .* got 8"),
+    (BASE.replace('"int8/channel"', '["int8"]'), r"are text such as 'int8/channel', or a table; got \['int8'\]"),
+    (BASE.replace("int8/channel", "int4/group²"), r"write the group size as group64"),
+    (BASE.replace("int8/channel", "int4/group0"), r"sizes must be at least 1"),
+    (GROUP.format('"64"'), r"group_size in a QuantSpec must be int or none; got '64'"),
+    (GROUP.format("1.5"), r"group_size in a QuantSpec must be int or none; got 1.5"),
+    (GROUP.format("true"), r"group_size in a QuantSpec must be int or none; got True"),
+    ("name = 'x'\n[linear]\nweights = { format = 'int8', strategy = ['tensor'] }\n", r"strategy .* must be str"),
+    ("name = 'x'\n[linear]\nweights = { format = 'int8', rule_params = [5] }\n", r"'absmax' takes no parameter '5'"),
+    (RULE.format("5"), r"rule_params in a QuantSpec must be tuple"),
+    (RULE.format("[['grid', 'x']]"), r"'mse' takes grid as int; got 'x'"),
+    (RULE.format("[['grd', 1]]"), r"'mse' takes no parameter 'grd'; did you mean 'grid'"),
+    ("min_features = 'big'\n" + BASE, r"min_features in a Recipe must be int; got 'big'"),
+    ("min_features = -3\n" + BASE, r"min_features is at least 0 and multiple at least 1; got -3"),
+    ("multiple = 0\n" + BASE, r"multiple at least 1; got 256 and 0"),
+    ("multiple = 'a'\n" + BASE, r"multiple in a Recipe must be int"),
+    (BASE.replace('"mine"', "5"), r"name in a Recipe must be str"),
+    ("rules = ['a']\n" + BASE, r"a recipe rule is a table; got 'a'"),
+    (BASE + "[[rules]]\nmatch = 5\nkeep = 'x'\n", r"match in a Rule must be str; got 5"),
+    (BASE + "[[rules]]\nmatch = 'x'\nkeep = false\n", r"keep = 'the reason' leaves 'x' in 16 bits.* got False"),
+    (BASE + "[[rules]]\nmatch = 'x'\nkeep = 'y'\nweights = 'int8/channel'\n", r"without any other word; got 'y'"),
+    (BASE + "rounding = 3\n", r"rounding in a Target must be str; got 3"),
+    (BASE + "transforms = [5]\n", r"a transform is a name or table; got 5"),
+    (BASE + "transforms = [{ name = 5 }]\n", r"unknown transform 5"),
+    (BASE + "transforms = [{ name = 'lowrank', rank = -1 }]\n", r"'lowrank' got {'rank': -1}: rank is at least 0"),
+    (BASE + "transforms = [{ name = 'lowrank', rank = 'a' }]\n", r"'lowrank' takes rank as int; got 'a'"),
+    (BASE + "transforms = [{ name = 'lowrank', rank = 1.5 }]\n", r"'lowrank' takes rank as int; got 1.5"),
+    (BASE + "transforms = [{ name = 'lowrank', iterations = 0 }]\n", r"iterations at least 1"),
+    (BASE + "transforms = [{ name = 'rotate', size = 'a' }]\n", r"'rotate' takes size as int; got 'a'"),
+    (BASE + "transforms = [{ name = 'rotate', size = 100 }]\n", r"size is a power of 4"),
+    (BASE + "transforms = [{ name = 'rotate', size = 128 }]\n", r"size is a power of 4"),
+    (BASE + "transforms = [{ name = 'smooth', alpha = 'x' }]\n", r"takes alpha as float or int; got 'x'"),
+    (BASE + "transforms = [{ name = 'smooth', alpha = 7 }]\n", r"'smooth' got {'alpha': 7}: alpha is 0 to 1"),
+    (BASE + "transforms = [{ name = 'smooth', alpha = -1.0 }]\n", r"alpha is 0 to 1"),
+    (BASE + "transforms = [{ name = 'smooth', alpha = nan }]\n", r"alpha is 0 to 1"),
+    (BASE + "transforms = [{ name = 'smooth', search = 'no' }]\n", r"'smooth' takes search as bool; got 'no'"),
+    (BASE + "transforms = [{ name = 'smooth', merge = 'men' }]\n", r"merge one of max, mean"),
 ]
 
 
@@ -149,6 +189,43 @@ def test_unknown_preset_suggests_near_ones():
         Recipe.load("int8-smoth")
     with pytest.raises(DQError, match=r"unknown recipe 'nvfp4'; did you mean 'w4a4-nvfp4'"):
         Recipe.load("nvfp4")
+
+
+def test_a_rule_without_a_reason(tmp_path):
+    assert load(tmp_path, BASE + "[[rules]]\nmatch = 'x'\nkeep = true\n").rules == (Rule("x"),)
+
+
+@pytest.mark.parametrize("recipe", [None, 5, {"name": "x"}, ["fp8"], True])
+def test_what_is_no_recipe(recipe):
+    with pytest.raises(DQError, match=r"a recipe is the name of a preset, .* got"):
+        Recipe.load(recipe)
+
+
+@pytest.mark.parametrize("name", ["../presets/fp8", "", "presets/fp8", "FP8"])
+def test_only_names_are_presets(name):
+    with pytest.raises(DQError, match="unknown recipe"):
+        Recipe.load(name)
+
+
+def test_files_that_are_no_text(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_bytes(bytes(range(256)))
+    with pytest.raises(DQError, match=r"cannot read the recipe .*recipe\.toml"):
+        Recipe.load(path)
+    path.write_bytes(b"\xef\xbb\xbf" + BASE.encode())  # a byte order mark, as editors leave it
+    assert Recipe.load(path).name == "mine"
+
+
+def test_changes_are_checked():
+    recipe = Recipe.load("fp8")
+    with pytest.raises(DQError, match="a recipe takes no parameter 'min_feature'; did you mean 'min_features'"):
+        recipe.with_(min_feature=3)
+    with pytest.raises(DQError, match="a recipe takes linear as Target; got 'int8'"):
+        recipe.with_(linear="int8")
+    with pytest.raises(DQError, match=r"the rules of a recipe are dq\.recipe\.Rule values; got 'x'"):
+        recipe.with_(rules=("x",))
+    with pytest.raises(DQError, match="min_features is at least 0"):
+        recipe.with_(min_features=-1)
 
 
 def test_missing_file():

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from dq.registry import DQError, Registry, suggest
+from dq.registry import DQError, Registry, check_params, suggest, typed
 
 
 @pytest.fixture
@@ -76,3 +76,26 @@ def test_suggest():
 
 def test_error_is_a_value_error():
     assert issubclass(DQError, ValueError)
+
+
+def test_long_lists_of_names_are_cut():
+    assert suggest("zzz", [f"name{i}" for i in range(40)]).endswith(" ...")
+    assert suggest("zzz", [f"name{i}" for i in range(40)]).count(",") == 11
+    assert suggest("zzz", ["a", "b"]) == "; known: a, b."
+
+
+def test_typed():
+    assert typed(3, int, "x") == 3 and typed(True, bool, "x") is True and typed(None, (str, type(None)), "x") is None
+    for value, kinds in ((True, int), ("3", int), (3, str), (None, (int, str))):
+        with pytest.raises(DQError, match=f"a size; got {value!r}"):
+            typed(value, kinds, "a size")
+
+
+def test_parameters_by_signature():
+    def function(state, rank: int = 0, alpha: float = 0.5, free=None):
+        pass
+
+    check_params("it", function, [("rank", 3), ("alpha", 1), ("alpha", 0.5), ("free", "anything")])
+    for word, value, message in (("rank", 0.5, "takes rank as int"), ("state", 1, "takes no parameter 'state'")):
+        with pytest.raises(DQError, match=f"it {message}"):
+            check_params("it", function, [(word, value)])

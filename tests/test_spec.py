@@ -148,3 +148,13 @@ def test_double_quantization_bits():
     assert single.bits_per_value() == 4.5
     mean = 32 / (4096 * 4096)  # one more number per tensor
     assert double.bits_per_value() - 4 == pytest.approx(0.126953, abs=1e-6 + mean)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [("int4/group64/fp8_e4m3", {"scale_format": "fp8_e4m3"}), ("int4/group64/fp32", {"scale_format": "fp32"})],
+)
+def test_another_scale_format_is_printed(text, changes):
+    spec = QuantSpec.parse("int4/group64")
+    assert str(spec) == "int4/group64" and str(spec.with_(**changes)) == text
+    assert str(QuantSpec.parse("int8/channel").with_(scale_format="bf16")) == "int8/channel/bf16"
