@@ -267,3 +267,15 @@ def test_mode_is_chosen_anew():
 def test_repr():
     text = repr(build("all")[0])
     assert "64, 40, weights=nvfp4, activations=nvfp4-token, smooth, rotate, rank=8" in text
+
+
+def test_layer_info_prints_as_a_table(tiny):
+    net = nn.Sequential(tiny.layer("w4a4-nvfp4")[0], tiny.layer("int8", n=32, k=48)[0])
+    table = layer_info(net)
+    assert isinstance(table, list) and len(table) == 2
+    lines = repr(table).splitlines()
+    assert str(table) == repr(table) and len(lines) == 3 and lines[0].split()[:2] == ["layer", "N"]
+    assert "48 x 64" in lines[1] and "nvfp4-token" in lines[1] and "dB" in lines[1]
+    net(torch.randn(2, 64))
+    assert "x1" in repr(layer_info(net)).splitlines()[1]
+    assert repr(layer_info(nn.Linear(2, 2))).splitlines() == [repr(layer_info(nn.Linear(2, 2)))]

@@ -1,6 +1,9 @@
 """The block loop: what it feeds to whom, all or nothing, groups checked on values, what the report says."""
 
 import io
+import math
+import re
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -330,3 +333,28 @@ def test_dequantize(name, tiny):
         torch.testing.assert_close(model(**inputs)[0], quantized, rtol=1e-3, atol=1e-4)
     with pytest.raises(DQError, match="holds no quantized linear"):
         dequantize_model(model)
+
+
+@pytest.mark.parametrize("name", ["transformer_blocks.0.attn.to_q.bias", "x_embedder.weight", "proj_out.bias"])
+def test_nan_anywhere_is_refused(tiny, name):
+    """Also in what is not quantized: the model could not be judged, and the report would say success."""
+    model = tiny.flux()
+    model.get_parameter(name).data.flatten()[0] = float("inf")
+    with pytest.raises(DQError, match=f"^{re.escape(name)} holds 1 NaN or Inf values"):
+        quantize_model(model, make_plan(model, tiny.recipe("fp8")), progress=quiet)
+    assert not quantized_linears(model)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-7, 1.0, 1e30])
+def test_sqnr_of_extreme_weights(tiny, factor):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight.data *= factor
+    plan = make_plan(model, tiny.recipe("w4a16" if factor < 1 else "int8"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = quantize_model(model, plan, progress=quiet)
+    low = [str(w.message) for w in caught if "SQNR below" in str(w.message)]
+    assert bool(low) == (factor == 1e-7) and all("1 (int4/group64)" in text for text in low)
+    value = report.layers[1].sqnr_db
+    assert value is None if factor == 0 else math.isfinite(value) and (value > 20 or factor == 1e-7)
+    assert "nan" not in str(report) and "-300" not in str(report)

@@ -203,7 +203,7 @@ def test_nothing_to_quantize(flux):
     ) as e:
         make_plan(flux, "fp8")
     assert "too small to quantize" in str(e.value) and "with_(min_features=16)" in str(e.value)
-    with pytest.raises(DQError, match="nothing to quantize in Sequential: it holds no nn.Linear$"):
+    with pytest.raises(DQError, match=r"nothing to quantize in Sequential: it holds no nn\.Linear$"):
         make_plan(nn.Sequential(nn.LayerNorm(4)), "fp8")
 
 
@@ -266,3 +266,58 @@ def test_flux_dev_on_paper():
     assert sum(r.nbytes for r in ordinary) == pytest.approx(4.57e9, rel=2e-3)
     assert len(plan.blocks()) == 19 + 38
     assert len(str(plan).splitlines()) < 30
+
+
+def sequence(*layers):
+    return nn.Sequential(*layers)
+
+
+def test_messages_about_nothing(flux, tiny):
+    """What is said must be the reason, and the advice must help."""
+    with pytest.raises(DQError, match=r"50 stay 16-bit \(skipped by the caller\)$"):
+        make_plan(flux, tiny.recipe("fp8"), skip=["*"])
+    tied = sequence(nn.Linear(32, 32), nn.Linear(32, 32))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(DQError, match=r"of 2 linears, 1 stay 16-bit \(tied to 1\).*\(tied to 0\)$"):
+        make_plan(tied, tiny.recipe("fp8"))
+    with pytest.raises(DQError, match=r"a lone Linear has no name .* nn\.Sequential\(layer\)"):
+        make_plan(nn.Linear(512, 512), "fp8")
+
+
+def test_subclasses_of_linear_are_named(tiny):
+    class Mine(nn.Linear):
+        pass
+
+    with pytest.raises(DQError, match=r"it holds no nn\.Linear; subclasses of nn\.Linear stay in 16 bits: Mine$"):
+        make_plan(sequence(Mine(64, 64)), tiny.recipe("fp8"))
+    assert "note: subclasses of nn.Linear stay in 16 bits: Mine" in str(
+        make_plan(sequence(Mine(64, 64), nn.Linear(64, 64)), tiny.recipe("fp8"))
+    )
+
+
+def test_long_lists_are_cut(flux, tiny):
+    with pytest.raises(DQError, match=r"skip pattern 'zzz' matches no linear; known: .* \.\.\.$") as error:
+        make_plan(flux, tiny.recipe("fp8"), skip=["zzz"])
+    assert len(str(error.value)) < 700
+
+
+@pytest.mark.parametrize("skip", [5, None, "to_q", {"to_q": 1}, [5], [None]])
+def test_what_is_no_skip(flux, tiny, skip):
+    with pytest.raises(DQError, match=r"skip takes a list of patterns|a skip pattern is text"):
+        make_plan(flux, tiny.recipe("fp8"), skip)
+
+
+def test_groups_longer_than_rows_and_empty_layers(tiny):
+    model = sequence(nn.Linear(512, 512), nn.Linear(0, 512), nn.Linear(512, 64))
+    long = Target(QuantSpec.parse("int4/group999999"))
+    recipe = Recipe("mine", long, rules=(Rule("2", Target(QuantSpec.parse("int4/group1024"))),), min_features=0)
+    plan = make_plan(model, recipe)
+    assert row_of(plan, "0").reason == "groups of int4/group999999 are longer than its K = 512"
+    assert row_of(plan, "1").reason == "empty" and row_of(plan, "2").target is not None
+    quantize_model(model, plan, progress=quiet)
+
+
+def test_rotations_that_do_not_fit_are_refused_by_the_plan(flux, tiny):
+    target = Target.from_dict({"weights": "int8/channel", "transforms": [{"name": "rotate", "size": 1024}]})
+    with pytest.raises(DQError, match=r"rotation size 1024 does not divide the input width \(64,\) of transformer_b"):
+        make_plan(flux, Recipe("mine", target, min_features=16))

@@ -150,3 +150,55 @@ def test_folder_keeps_layers_exactly(work, tiny, tmp_path):
             assert layer.config == real.config and layer.compute_dtype == real.compute_dtype
             assert layer.sqnr_db == real.sqnr_db and same_state(state(layer), state(real))
     assert folder.load("transformer_blocks.7") is None
+
+
+def edits():
+    """Changes of a model that a sum of squares, or a look at the quantized weights alone, would miss."""
+
+    def negate(m):
+        m.transformer_blocks[0].attn.to_q.weight.mul_(-1)
+
+    def flip(m):
+        weight = m.transformer_blocks[0].attn.to_q.weight
+        weight.copy_(weight.flip(0))
+
+    def bias(m):
+        m.transformer_blocks[0].attn.to_q.bias.add_(3)
+
+    def embedder(m):
+        m.x_embedder.weight.mul_(3)
+
+    return [negate, flip, bias, embedder]
+
+
+@pytest.mark.parametrize("edit", edits(), ids=lambda e: e.__name__)
+def test_any_other_byte_of_the_model_is_another_model(work, tiny, tmp_path, edit):
+    work(tiny.flux(torch.bfloat16), "fp8", calibrated=False, resume=str(tmp_path))
+    model = tiny.flux(torch.bfloat16)
+    with torch.no_grad():
+        edit(model)
+    with pytest.raises(DQError, match="holds blocks of another model, recipe or calibration"):
+        work(model, "fp8", calibrated=False, resume=str(tmp_path))
+    assert not quantized_linears(model)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "noise"])
+def test_damaged_blocks_are_computed_again(work, tiny, tmp_path, damage):
+    whole, model = tiny.flux(torch.bfloat16), tiny.flux(torch.bfloat16)
+    work(whole, "fp8", calibrated=False, resume=str(tmp_path))
+    file = tmp_path / "transformer_blocks.1.safetensors"
+    data = file.read_bytes()
+    file.write_bytes({"empty": b"", "cut": data[: len(data) // 2], "noise": bytes(range(256)) * 40}[damage])
+    work(model, "fp8", calibrated=False, resume=str(tmp_path))
+    assert work.rows and all("transformer_blocks.1." in name for name in work.rows)
+    assert same_state(state(model), state(whole))
+
+
+def test_folders_that_cannot_be_written(work, tiny, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("x")
+    for path in (file, file / "below", "/proc/none/at/all"):
+        model = tiny.flux(torch.bfloat16)
+        with pytest.raises(DQError, match="resume needs a folder that can be written to"):
+            work(model, "fp8", calibrated=False, resume=str(path))
+        assert not quantized_linears(model)

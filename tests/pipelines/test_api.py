@@ -1,6 +1,7 @@
 """The public verbs on pipelines and models: what is quantized, what is refused, what comes back."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -277,3 +278,69 @@ def test_a_language_model_with_calibration(tiny):
     with torch.no_grad():
         after, plain = model(input_ids=IDS).logits, rough(input_ids=IDS).logits
     assert (after - before).norm() < 0.7 * (plain - before).norm()
+
+
+def test_arguments_of_wrong_types(tiny):
+    pipe, recipe = tiny.flux_pipeline(), tiny.recipe("int8")
+    for kwargs, message in (
+        ({"components": 5}, "components is a name or a list of names; got 5"),
+        ({"components": [5]}, "has no component 5"),
+        ({"skip": 5}, "skip takes a list of patterns; got 5"),
+        ({"skip": [5]}, "a skip pattern is text; got 5"),
+        ({"skip": [5], "components": ["transformer", "text_encoder_2"]}, "a skip pattern is text; got 5"),
+        ({"activations": 5}, "unknown activations mode 5"),
+        ({"resume": 5}, "resume is the path of a folder; got 5"),
+    ):
+        with pytest.raises(dq.DQError, match=message):
+            dq.quantize(pipe, recipe, **kwargs)
+    assert dq.plan(pipe, recipe, skip=None) == dq.plan(pipe, recipe)
+    with pytest.raises(dq.DQError, match="a lone Linear has no name"):
+        dq.quantize(nn.Linear(512, 512), "int8")
+
+
+def test_records_that_do_not_fit(tiny):
+    model, good = tiny.llama(), dict(input_ids=IDS)
+    for records, message in (
+        ([good, dict(input_idz=IDS)], "record 1 does not fit LlamaForCausalLM: .*input_idz"),
+        ([good, dict(input_ids="hello")], "record 1 holds no tensor; give what LlamaForCausalLM is called with"),
+        ([{}], "record 0 holds no tensor"),
+        (good, "wrap the dict in a list"),
+        (IDS, "wrap the Tensor in a list"),
+        (dq.Record((), good), "wrap the Record in a list"),
+    ):
+        model.forward = without_kwargs(type(model).forward.__get__(model))
+        with pytest.raises(dq.DQError, match=message):
+            dq.quantize(model, tiny.recipe("int8-smooth"), calibration=records, progress=False)
+    assert not quantized_linears(model)
+
+
+def without_kwargs(forward):
+    """The forward of a model that takes two arguments and no others."""
+
+    def narrow(input_ids=None, attention_mask=None):
+        return forward(input_ids=input_ids, attention_mask=attention_mask)
+
+    return narrow
+
+
+def test_dequantize_finds_every_component(tiny):
+    pipe = tiny.flux_pipeline()
+    for parts in (["text_encoder_2"], ["transformer", "text_encoder_2"]):
+        dq.quantize(pipe, tiny.recipe("int8"), components=parts, progress=False)
+        dq.dequantize(pipe)
+        assert not quantized_linears(pipe.transformer) and not quantized_linears(pipe.text_encoder_2)
+
+
+def test_prompts_of_a_data_free_recipe(tiny):
+    pipe = tiny.flux_pipeline()
+    with pytest.warns(UserWarning, match="recipe 'int8' needs no calibration"):
+        report = dq.quantize(pipe, tiny.recipe("int8"), calibration=prompts(tiny), progress=False)
+    assert len(report.calibration["records_sha256"]) == 64
+
+
+def test_seconds_count_calibration(tiny, monkeypatch):
+    monkeypatch.setattr(
+        dq.Prompts, "collect", lambda self, *args, _f=dq.Prompts.collect: (time.sleep(1), _f(self, *args))[1]
+    )
+    report = dq.quantize(tiny.flux_pipeline(), tiny.recipe("int8-smooth"), calibration=prompts(tiny), progress=False)
+    assert report.seconds > 1
