@@ -20,7 +20,7 @@ from dq.scales.block import WINDOW
 from dq.spec import SPECS, QuantSpec
 
 _INF = 0x7F800000  # bits of a float32 that is not finite, at least
-_AMAX = dict(TILE=4096, STEPS=8, num_warps=4)
+_AMAX = dict(TILE=2048, STEPS=4, num_warps=4)
 _TILES = {"absmax": dict(BLOCKS=256, num_warps=4), "sweep": dict(BLOCKS=128, num_warps=4)}
 
 
