@@ -134,9 +134,11 @@ def test_F24_empty_calibration_is_an_error(tiny):
         for preset in ("int8", "int8-smooth"):
             with pytest.raises(dq.DQError, match="calibration is empty"):
                 dq.quantize(tiny.flux(), tiny.recipe(preset), calibration=empty)
-    for empty in ([], (), None, iter([])):
+    for empty in ([], (), iter([])):
         with pytest.raises(dq.DQError, match="no prompts"):
             dq.Prompts(empty)
+    with pytest.raises(dq.DQError, match="list of texts, got None"):
+        dq.Prompts(None)
     with pytest.raises(dq.DQError, match="texts, got int"):
         dq.Prompts(["a", 1])
     with pytest.raises(dq.DQError, match=r"calibration must be dq\.Prompts or records, got int"):
