@@ -139,7 +139,7 @@ def test_F24_empty_calibration_is_an_error(tiny):
             dq.Prompts(empty)
     with pytest.raises(dq.DQError, match="list of texts, got None"):
         dq.Prompts(None)
-    with pytest.raises(dq.DQError, match="texts, got int"):
+    with pytest.raises(dq.DQError, match="must be texts; number 1"):
         dq.Prompts(["a", 1])
     with pytest.raises(dq.DQError, match=r"calibration must be dq\.Prompts or records, got int"):
         dq.quantize(tiny.flux(), tiny.recipe("int8"), calibration=5)
