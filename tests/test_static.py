@@ -10,7 +10,7 @@ from dq.planning import make_plan
 from dq.recipe import Recipe, Target
 from dq.records import Record
 from dq.registry import DQError
-from dq.spec import QuantSpec
+from dq.spec import SCALE_RULES, QuantSpec
 from dq.stats import Stat, spearman
 
 TOPS = {"0/single": [0.5, 6, 0.9, 1.5], "1/single": [0.8, 4, 2.5, 1], "2/single": [3, 1.2, 0.7, 2]}
@@ -77,6 +77,16 @@ def test_static_scale_is_calibrated_and_used(rule):
     again = type(layer)(32, 32, layer.config, dtype=layer.compute_dtype)
     again.load_state_dict(layer.state_dict())
     assert torch.equal(again(x), layer(x))
+
+
+@pytest.mark.parametrize("rule", [r.name for r in SCALE_RULES if r.needs])
+def test_weighted_rules_beside_transforms(rule):
+    """Searches inside transforms have no importances; the rounding at the end has them."""
+    transforms = (("smooth", (("search", True),)), ("lowrank", ()))
+    target = Target(QuantSpec.parse(f"nvfp4@{rule}"), QuantSpec.parse("nvfp4-token"), transforms)
+    model = _model()
+    quantize_model(model, make_plan(model, Recipe("weighted", target, min_features=8)), _records())
+    assert all(layer.sqnr_db > 10 for layer in quantized_linears(model).values())
 
 
 def test_weighted_rules_need_calibration_and_use_it():

@@ -180,6 +180,7 @@ class ScaleRule:
         ceiling: largest block scale that the second level is normalised to; None takes the format's largest (448).
         formats: scale formats it works with; empty for all.
         needs: `importance` or `hessian` if it cannot work without.
+        plain: the rule that stands in for it where such statistics are not at hand (searches inside transforms).
     """
 
     name: str
@@ -187,6 +188,7 @@ class ScaleRule:
     ceiling: float | None = None
     formats: tuple[str, ...] = ()
     needs: str = ""
+    plain: str = ""
 
 
 def find_rule(spec: QuantSpec) -> ScaleRule:

@@ -46,4 +46,4 @@ def imatrix(blocks: Blocks, norm: float = 3.0, grid: int = 20, maxshrink: float 
 
 SCALE_RULES.register(ScaleRule("percentile", percentile))
 SCALE_RULES.register(ScaleRule("mse", mse))
-SCALE_RULES.register(ScaleRule("imatrix", imatrix, needs="importance"))
+SCALE_RULES.register(ScaleRule("imatrix", imatrix, needs="importance", plain="mse"))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dq.qtensor import fake_quantize
 from dq.registry import DQError, Registry
+from dq.scales import find_rule
 from dq.spec import QuantSpec
 from dq.stats import Stat
 
@@ -145,5 +146,11 @@ def fake(x: Tensor, spec: QuantSpec | None) -> Tensor:
 
 
 def round_weight(w: Tensor, spec: QuantSpec) -> Tensor:
-    """RTN there and back, in the dtype of w; `fake_quantize` gives what `quantize(w).dequantize()` gives."""
+    """RTN there and back, in the dtype of w; `fake_quantize` gives what `quantize(w).dequantize()` gives.
+
+    A weighted scale rule is stood in for by its unweighted one: a search only compares candidates.
+    """
+    rule = find_rule(spec)
+    if rule.needs:
+        spec = spec.with_(scale_rule=rule.plain, rule_params=())
     return fake_quantize(w, spec).to(w)
