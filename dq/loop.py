@@ -17,15 +17,15 @@ from dq.checkpoint import artifact_meta
 from dq.linear import LayerInfo, QuantizedLinear, layer_info, quantized_linears
 from dq.ops import reference_qlinear
 from dq.planning import Plan, PlanRow, model_bytes
-from dq.qtensor import check_finite, choose_scale, executed_amax
+from dq.qtensor import QTensor, check_finite, choose_scale, executed_amax, join_columns, take_columns
+from dq.recipe import Target
 from dq.records import Record
 from dq.registry import DQError
 from dq.replay import Replay, call, call_order, device_of
 from dq.resume import ResumeFolder
-from dq.rounding import ROUNDINGS
+from dq.rounding import ROUNDINGS, Job
 from dq.stats import Stat
 from dq.transforms import TRANSFORMS, GroupState, apply_steps
-from dq.transforms.lowrank import auto_rank
 
 BINS = 4
 LOST_DB = 3.0  # a layer whose error is half as strong as its signal
@@ -130,6 +130,7 @@ class _Loop:
     def __init__(self, model, plan: Plan, records, device, prefix, calibration, resume):
         self.model, self.plan, self.records, self.device, self.prefix = model, plan, records, device, prefix
         self.rows, self.remarks = list(plan.rows), list(plan.remarks)
+        self.calibration, self.gram = calibration or {}, {}
         self.split: dict[str, str] = {}  # linear -> the one whose input it was thought to share, and does not
         self.folder = ResumeFolder(resume, model, plan, calibration | {"prefix": prefix}) if resume else None
         blocks = [b for b in plan.blocks() if b]
@@ -208,13 +209,15 @@ class _Loop:
     def _collect(self, rows: Sequence[PlanRow], forward: Callable[[int], Any]) -> dict[str, Stat]:
         """Runs all records with hooks on the rows' linears: one `Stat` per shared input, sharing checked on values."""
         stats, handles, current, seen = {}, [], {"stratum": "0/single"}, {}
+        for row in rows:
+            self.gram |= dict.fromkeys(row.members, row.target.needs_gram)
         for members in (i for r in rows for i in r.inputs):
-            stats[members[0]] = Stat(self.model.get_submodule(members[0]).in_features, name=members[0])
+            stats[members[0]] = self._stat(members[0])
             for m in members:
                 handles.append(self._hook(m, members[0], stats, current, seen))
         try:
             for i, record in enumerate(self.records):
-                current["stratum"] = record.stratum(BINS)
+                current |= {"stratum": record.stratum(BINS), "held_out": self._held_out(i)}
                 seen.clear()
                 forward(i)
                 self.tick(1)
@@ -223,11 +226,19 @@ class _Loop:
                 h.remove()
         return stats
 
+    def _stat(self, name: str) -> Stat:
+        width = self.model.get_submodule(name).in_features
+        return Stat(width, name=name, want_gram=self.gram.get(name, False), guidance=self.calibration.get("guidance"))
+
+    def _held_out(self, index: int) -> bool:
+        """Whether a record only scores: every fifth one, if the recipe compares candidates."""
+        return False
+
     def _hook(self, name: str, first: str, stats: dict[str, Stat], current: dict, seen: dict):
         def hook(module, args, kwargs):
             x, early = args[0] if args else next(iter(kwargs.values())), ("before", first)
             if name == first or name in self.split:
-                stats[name].update(x, current["stratum"])
+                stats[name].update(x, **current)
             elif first in seen:
                 self._compare(name, x, first, seen[first], stats, current)
             else:  # called before the linear it is compared with
@@ -243,8 +254,8 @@ class _Loop:
         """Splits the linear from its group if its input is not the one that `first` gets."""
         if x is not expected and not torch.equal(x, expected):
             self.split[name] = first
-            stats[name] = Stat(x.shape[-1], name=name)
-            stats[name].update(x, current["stratum"])
+            stats[name] = stats.get(name) or self._stat(name)
+            stats[name].update(x, **current)
 
     def _verified(self, row: PlanRow, stats: dict[str, Stat]) -> list[PlanRow]:
         """The row, or its pieces if calibration showed that inputs thought shared are not."""
@@ -276,10 +287,7 @@ def _group_state(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device)
         check_finite(w, f"{m}.weight")
         weights[m] = w.detach().to(device=device or w.device, dtype=torch.float32)
     kind = model.get_submodule(row.members[0]).weight.dtype
-    rank = max(
-        (dict(p).get("rank") or auto_rank(row.shapes[0][1]) for n, p in row.target.transforms if n == "lowrank"),
-        default=0,
-    )
+    rank = sum(TRANSFORMS.get(n).plan(row.shapes[0], row.k_parts, dict(p)).rank for n, p in row.target.transforms)
     return GroupState(
         weights,
         row.inputs,
@@ -293,33 +301,63 @@ def _group_state(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device)
     )
 
 
-def quantize_row(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=None) -> dict[str, QuantizedLinear]:
-    """Transforms and rounds one plan row; the model itself is not touched."""
+def transformed(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=None) -> GroupState:
+    """The row's group after all its transforms."""
     state = _group_state(model, row, stats, device)
-    raw = dict(state.weights)
     for name, params in row.target.transforms:
         TRANSFORMS.get(name).fit(state, **dict(params))
+    return state
+
+
+def quantize_row(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=None) -> dict[str, QuantizedLinear]:
+    """Transforms and rounds one plan row; the model itself is not touched."""
+    state = transformed(model, row, stats, device)
     layers = {}
     for members in row.inputs:
-        # Runtimes fuse linears that share an input: they must share the second-level scale, so it covers them all.
-        amax = executed_amax([state.weights[m] for m in members], row.target.weights)
-        if members and amax is None:
-            amax = torch.stack([state.weights[m].abs().amax() for m in members]).amax()
-        for m in members:
-            old, x = model.get_submodule(m), state.rows(m)
-            q = ROUNDINGS.get(row.target.rounding).round(state.weights[m], row.target.weights, x=x, amax=amax, name=m)
+        for m, weight in round_members(state, row.target, members).items():
+            old = model.get_submodule(m)
             layers[m] = QuantizedLinear.build(
-                q,
-                activations=row.target.activations,
+                weight,
+                activations=state.act_spec,
                 steps=state.steps,
                 side=state.side.get(m),
-                bias=None if old.bias is None else old.bias.to(q.codes.device),
+                bias=_bias(old.bias, state.bias.get(m), weight.codes.device),
                 dtype=old.weight.dtype,
                 input_scale=_input_scale(state, m),
+                residual=state.residual,
+                dual=state.dual,
             )
-            sample = state.stats[members[0]].rows[:128].to(raw[m]) if members[0] in state.stats else None
-            layers[m].sqnr_db = sqnr_db(layers[m], raw[m], sample)
+            stat, raw = state.stat(m), old.weight.detach().to(weight.codes.device, torch.float32)
+            layers[m].sqnr_db = sqnr_db(layers[m], raw, None if stat is None else stat.held_rows[:128].to(raw))
     return layers
+
+
+def round_members(state: GroupState, target: Target, members: tuple[str, ...]) -> dict[str, QTensor]:
+    """The weights of linears that share an input as they will be stored, residual channels appended."""
+    rounding, first = ROUNDINGS.get(target.rounding), members[0]
+    # Runtimes fuse linears that share an input: they must share the second-level scale, so it covers them all.
+    amax = executed_amax([state.weights[m] for m in members], target.weights)
+    if amax is None:
+        amax = torch.stack([state.weights[m].abs().amax() for m in members]).amax()
+    error = state.activation_error(first) if rounding.needs_gram else None
+    shared = dict(x=state.rows(first), amax=amax, hessian=state.hessian(first) if target.needs_gram else None)
+    shared |= dict(gain=error and error[0], noise=error and error[1], residual=state.residual if state.dual else 0)
+    out = {}
+    for m in members:
+        main, rest = rounding.round(Job(m, state.weights[m], target.weights, **shared), **dict(target.rounding_params))
+        if state.residual:
+            again = take_columns(main, state.width - state.residual)
+            main = join_columns([main, again] if rest is None else [main, again, rest])
+        out[m] = main
+    return out
+
+
+def _bias(bias: Tensor | None, shift: Tensor | None, device) -> Tensor | None:
+    """The layer's bias [N] plus what a shifted input adds to it."""
+    if shift is None:
+        return None if bias is None else bias.to(device)
+    shift = shift.to(device, torch.float32)
+    return shift if bias is None else (bias.to(device, torch.float32) + shift).to(bias.dtype)
 
 
 def _input_scale(state: GroupState, name: str) -> Tensor | None:

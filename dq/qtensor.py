@@ -138,8 +138,8 @@ def choose_scale(
 
     Args:
         x: computed with in float32, unless the spec's profile computes in the dtype of the tensor.
-        amax: for `global_scale="tensor"`, the largest |x| that the second level must cover (float32 scalar), e.g. the
-            maximum over q, k and v so that they share it; default: this tensor's own.
+        amax: the largest |x| that the second level must cover: a float32 scalar for `global_scale="tensor"`, e.g. the
+            maximum over q, k and v so that they share it; [rows] per token. Default: this tensor's own.
         importance: float32 [K], E[x_k^2] of the input, for the weighted rules.
         hessian: float32 [K, K], E[x x^T] of the input, for `local_hessian`.
     """
@@ -175,7 +175,7 @@ def _second_level(
     if spec.global_scale is None:
         return None
     if spec.global_scale == "token":
-        whole = block_amax(part)[:, None]
+        whole = (block_amax(part) if amax is None else amax.to(part))[:, None]
     else:
         whole = (block_amax(part.reshape(1, -1)) if amax is None else amax).to(part).reshape(1)
     top = spec.fmt.max * (ceiling or RANGE[spec.scale_format][1])
@@ -378,18 +378,57 @@ def encode(x: Tensor, scales: Scales, spec: QuantSpec) -> QTensor:
     return QTensor(packed, scales.scale, scales.global_scale, spec, tuple(x.shape), scales.zero_point)
 
 
-def fake_quantize(x: Tensor, spec: QuantSpec) -> Tensor:
+def fake_quantize(x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> Tensor:
     """Quantize and dequantize along the last axis, any leading shape; float32 out. NaN propagates.
 
     Scales are per row (or per group of a row), so one sample never depends on another in its batch.
+
+    Args:
+        amax: as in `choose_scale`.
     """
     work = x.reshape(-1, x.shape[-1])
     dtype = _dtype(work, spec)
     work = work.to(dtype)
     if spec.has_zero_point or spec.k_segments or spec.row_segments or spec.fmt.identity:
         return encode(work, choose_scale(work, spec), spec).dequantize().reshape(x.shape)
-    scales, work = choose_scale(work, spec), work.to(torch.float32)
+    scales, work = choose_scale(work, spec, amax), work.to(torch.float32)
     scale, unit = effective_scale(scales, spec), _unit(scales.global_scale, spec, slice(0, len(work)), work.shape)
     codes = spec.fmt.round(_scaled(to_blocks(work, spec), scale, unit, spec, dtype))
     out = from_blocks(codes * step_of(scale, unit, spec)[..., None], spec, *work.shape)
     return out[:, : x.shape[-1]].reshape(x.shape)
+
+
+def residual_codes(x: Tensor, q: Tensor, spec: QuantSpec, count: int) -> Tensor:
+    """`Q(x_o - q_o)` [n, count], o the last `count` columns of x [n, K] and of its rounded form q: on the grid of
+    `spec`, under the second level that x itself has. Source: ARCQuant (arXiv 2601.07475, section 3)."""
+    amax = block_amax(x) if spec.global_scale == "token" else None
+    return fake_quantize(x[:, -count:] - q[:, -count:], spec, amax)
+
+
+def with_residual(x: Tensor, q: Tensor, spec: QuantSpec, count: int) -> Tensor:
+    """`q_o + Q(x_o - q_o)` [n, count]: the value that residual channels carry in the end."""
+    return q[:, -count:] + residual_codes(x, q, spec, count)
+
+
+def take_columns(q: QTensor, start: int) -> QTensor:
+    """Columns `start:` of a quantized tensor, codes and scales as they are; `start` on a border of groups and bytes."""
+    spec, (rows, width) = q.spec, q.shape
+    group = start // spec.columns if spec.columns else 0
+    codes = q.codes[:, spec.fmt.packed_width(start) :]
+    zero = None if q.zero_point is None else q.zero_point[:, group:]
+    return replace(q, codes=codes, scale=q.scale[:, group:], zero_point=zero, shape=(rows, width - start))
+
+
+def join_columns(parts: Sequence[QTensor]) -> QTensor:
+    """Quantized tensors of the same rows, spec and second level, side by side along K."""
+    first = parts[0]
+    zero = None if first.zero_point is None else torch.cat([p.zero_point for p in parts], 1)
+    return replace(
+        first,
+        codes=torch.cat([p.codes.view(torch.uint8) for p in parts], 1).view(first.codes.dtype),
+        scale=torch.cat([p.scale.view(torch.uint8) for p in parts], 1).view(first.scale.dtype)
+        if first.scale.element_size() == 1
+        else torch.cat([p.scale for p in parts], 1),
+        zero_point=zero,
+        shape=(first.shape[0], sum(p.shape[1] for p in parts)),
+    )

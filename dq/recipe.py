@@ -28,10 +28,11 @@ class Target:
     activations: QuantSpec | None = None
     transforms: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
     rounding: str = "rtn"
+    rounding_params: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self):
         check_fields(self)
-        ROUNDINGS.get(self.rounding)
+        _check_rounding(self.rounding, self.rounding_params)
         _check_transforms(self.transforms)
         for spec in filter(None, (self.weights, self.activations)):
             check_params(f"scale rule {spec.scale_rule!r}", find_rule(spec).choose, spec.rule_params)
@@ -66,11 +67,11 @@ class Target:
         weights = _spec(data.pop("weights", None))
         if weights is None:
             raise DQError("a recipe section needs weights, e.g. weights = 'int8/channel'")
-        activations, rounding = _spec(data.pop("activations", None)), data.pop("rounding", "rtn")
+        activations, rounding = _spec(data.pop("activations", None)), _rounding(data.pop("rounding", "rtn"))
         if data:
             known = ("weights", "activations", "transforms", "rounding")
             raise DQError(f"unknown recipe word {min(data)!r}{suggest(min(data), known)}")
-        return cls(weights, activations, tuple(transforms), rounding)
+        return cls(weights, activations, tuple(transforms), *rounding)
 
     def to_dict(self) -> dict[str, Any]:
         out: dict[str, Any] = {"weights": self.weights.to_dict()}
@@ -78,7 +79,33 @@ class Target:
             out["activations"] = self.activations.to_dict()
         if self.transforms:
             out["transforms"] = [{"name": n, **dict(p)} for n, p in self.transforms]
+        if self.rounding_params:
+            return out | {"rounding": {"name": self.rounding, **dict(self.rounding_params)}}
         return out | ({"rounding": self.rounding} if self.rounding != "rtn" else {})
+
+    @property
+    def needs_gram(self) -> bool:
+        """Whether calibration must collect E[x x^T]."""
+        kinds = [(TRANSFORMS.get(n), dict(p)) for n, p in self.transforms]
+        hessian = find_rule(self.weights).needs == "hessian" or ROUNDINGS.get(self.rounding).needs_gram
+        return hessian or any(kind.needs_gram(params) for kind, params in kinds)
+
+
+def _rounding(value: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """Name and parameters from text or a table."""
+    if isinstance(value, str):
+        return value, ()
+    data = dict(typed(value, dict, "rounding is a name or a table, e.g. { name = 'gptq', damp = 0.01 }"))
+    if "name" not in data:
+        raise DQError(f"a rounding needs a name, e.g. {{ name = 'gptq' }}; got {data}")
+    return data.pop("name"), tuple(sorted(data.items()))
+
+
+def _check_rounding(name: str, params: tuple[tuple[str, Any], ...]) -> None:
+    check_params(f"rounding {name!r}", ROUNDINGS.get(name).round, params)
+    complaint = ROUNDINGS.get(name).check(dict(params))
+    if complaint:
+        raise DQError(f"rounding {name!r} got {dict(params)}: {complaint}")
 
 
 def _check_transforms(transforms: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]) -> None:

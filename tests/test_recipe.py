@@ -159,7 +159,7 @@ MISTAKES = [
     (BASE + "[[rules]]\nmatch = 5\nkeep = 'x'\n", r"match in a Rule must be str; got 5"),
     (BASE + "[[rules]]\nmatch = 'x'\nkeep = false\n", r"keep = 'the reason' leaves 'x' in 16 bits.* got False"),
     (BASE + "[[rules]]\nmatch = 'x'\nkeep = 'y'\nweights = 'int8/channel'\n", r"without any other word; got 'y'"),
-    (BASE + "rounding = 3\n", r"rounding in a Target must be str; got 3"),
+    (BASE + "rounding = 3\n", r"rounding is a name or a table"),
     (BASE + "transforms = [5]\n", r"a transform is a name or table; got 5"),
     (BASE + "transforms = [{ name = 5 }]\n", r"unknown transform 5"),
     (BASE + "transforms = [{ name = 'lowrank', rank = -1 }]\n", r"'lowrank' got {'rank': -1}: rank is at least 0"),

@@ -108,7 +108,7 @@ def test_memory_is_constant():
     stat = Stat(4, capacity=32)
     for i in range(50):
         stat.update(torch.randn(100, 4), f"{i % 4}/single")
-        assert len(stat.rows) == 32 and len(stat._keys) == 32
+        assert len(stat.rows) == 32 and len(stat._seen.keys) == 32
     assert len(stat.absmax) == len(stat.count) == 4
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dq.transforms import TRANSFORMS, GroupState, Transform, fake, round_weight
+from dq.transforms import TRANSFORMS, GroupState, Planned, Transform, fake, round_weight
 
 
 def auto_rank(width: int) -> int:
@@ -102,4 +102,8 @@ def _check(params: dict) -> str:
     return "" if good else "rank is at least 0 (0 chooses by the width), iterations at least 1"
 
 
-TRANSFORMS.register(Transform("lowrank", fit, order=4, check=_check))
+def _planned(shape: tuple[int, int], parts: tuple[int, ...], params: dict, name: str) -> Planned:
+    return Planned(rank=min(params.get("rank") or auto_rank(shape[1]), *shape))
+
+
+TRANSFORMS.register(Transform("lowrank", fit, order=4, planned=_planned, check=_check))
