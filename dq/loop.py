@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,18 +13,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from dq.checkpoint import artifact_meta
+from dq.group import quantize_row
 from dq.linear import LayerInfo, QuantizedLinear, layer_info, quantized_linears
-from dq.ops import reference_qlinear
 from dq.planning import Plan, PlanRow, model_bytes
-from dq.qtensor import QTensor, check_finite, choose_scale, executed_amax, join_columns, take_columns
-from dq.recipe import Target
+from dq.qtensor import check_finite
 from dq.records import Record
 from dq.registry import DQError
 from dq.replay import Replay, call, call_order, device_of
 from dq.resume import ResumeFolder
-from dq.rounding import ROUNDINGS, Job
 from dq.stats import Stat
-from dq.transforms import TRANSFORMS, GroupState, apply_steps
 
 BINS = 4
 LOST_DB = 3.0  # a layer whose error is half as strong as its signal
@@ -277,120 +273,6 @@ def _subset(row: PlanRow, inputs: tuple[tuple[str, ...], ...]) -> PlanRow:
     shapes = tuple(row.shapes[row.members.index(m)] for m in members)
     lowrank = tuple(t for t in (tuple(m for m in s if m in members) for s in row.lowrank) if t)
     return replace(row, members=members, shapes=shapes, inputs=inputs, lowrank=lowrank)
-
-
-def _group_state(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device) -> GroupState:
-    """The row's weights in float32, checked for NaN/Inf."""
-    weights = {}
-    for m in row.members:
-        w = model.get_submodule(m).weight
-        check_finite(w, f"{m}.weight")
-        weights[m] = w.detach().to(device=device or w.device, dtype=torch.float32)
-    kind = model.get_submodule(row.members[0]).weight.dtype
-    rank = sum(TRANSFORMS.get(n).plan(row.shapes[0], row.k_parts, dict(p)).rank for n, p in row.target.transforms)
-    return GroupState(
-        weights,
-        row.inputs,
-        row.target.weights,
-        row.target.activations,
-        {i[0]: stats[i[0]] for i in row.inputs if i[0] in stats},
-        row.lowrank,
-        row.k_parts,
-        rank,
-        side_dtype=kind if kind in (torch.float16, torch.bfloat16) else torch.bfloat16,
-    )
-
-
-def transformed(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=None) -> GroupState:
-    """The row's group after all its transforms."""
-    state = _group_state(model, row, stats, device)
-    for name, params in row.target.transforms:
-        TRANSFORMS.get(name).fit(state, **dict(params))
-    return state
-
-
-def quantize_row(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=None) -> dict[str, QuantizedLinear]:
-    """Transforms and rounds one plan row; the model itself is not touched."""
-    state = transformed(model, row, stats, device)
-    layers = {}
-    for members in row.inputs:
-        for m, weight in round_members(state, row.target, members).items():
-            old = model.get_submodule(m)
-            layers[m] = QuantizedLinear.build(
-                weight,
-                activations=state.act_spec,
-                steps=state.steps,
-                side=state.side.get(m),
-                bias=_bias(old.bias, state.bias.get(m), weight.codes.device),
-                dtype=old.weight.dtype,
-                input_scale=_input_scale(state, m),
-                residual=state.residual,
-                dual=state.dual,
-            )
-            stat, raw = state.stat(m), old.weight.detach().to(weight.codes.device, torch.float32)
-            layers[m].sqnr_db = sqnr_db(layers[m], raw, None if stat is None else stat.held_rows[:128].to(raw))
-    return layers
-
-
-def round_members(state: GroupState, target: Target, members: tuple[str, ...]) -> dict[str, QTensor]:
-    """The weights of linears that share an input as they will be stored, residual channels appended."""
-    rounding, first = ROUNDINGS.get(target.rounding), members[0]
-    # Runtimes fuse linears that share an input: they must share the second-level scale, so it covers them all.
-    amax = executed_amax([state.weights[m] for m in members], target.weights)
-    if amax is None:
-        amax = torch.stack([state.weights[m].abs().amax() for m in members]).amax()
-    error = state.activation_error(first) if rounding.needs_gram else None
-    shared = dict(x=state.rows(first), amax=amax, hessian=state.hessian(first) if target.needs_gram else None)
-    shared |= dict(gain=error and error[0], noise=error and error[1], residual=state.residual if state.dual else 0)
-    out = {}
-    for m in members:
-        main, rest = rounding.round(Job(m, state.weights[m], target.weights, **shared), **dict(target.rounding_params))
-        if state.residual:
-            again = take_columns(main, state.width - state.residual)
-            main = join_columns([main, again] if rest is None else [main, again, rest])
-        out[m] = main
-    return out
-
-
-def _bias(bias: Tensor | None, shift: Tensor | None, device) -> Tensor | None:
-    """The layer's bias [N] plus what a shifted input adds to it."""
-    if shift is None:
-        return None if bias is None else bias.to(device)
-    shift = shift.to(device, torch.float32)
-    return shift if bias is None else (bias.to(device, torch.float32) + shift).to(bias.dtype)
-
-
-def _input_scale(state: GroupState, name: str) -> Tensor | None:
-    """[1, 1] scale of a static activation grid, chosen by its rule on the calibration sample of the transformed input,
-    stretched to the largest value that any token had where the rule clips nothing.
-
-    Raises:
-        DQError: without calibration.
-    """
-    spec = state.act_spec
-    if spec is None or spec.strategy != "tensor":
-        return None
-    state.require_stats("a static activation scale")
-    rows = state.rows(name).to(torch.float32)
-    if spec.scale_rule == "absmax" and all(s.name == "smooth" for s in state.steps):
-        first = next(i[0] for i in state.inputs if name in i)
-        top = apply_steps(state.stats[first].amax().to(rows)[None], state.steps)
-        rows = torch.cat([rows, top])
-    return choose_scale(rows, spec).scale.to(torch.float32)
-
-
-def sqnr_db(layer: QuantizedLinear, weight: Tensor, x: Tensor | None) -> float | None:
-    """`10 log10(||y||^2 / ||y_q - y||^2)` of the layer's output on x [n, K], bias excluded; of its weight without x.
-    At most 300; None where the signal is zero, or beyond float32."""
-    if x is None:
-        signal, noise = weight, layer.dequantized_weight(torch.float32) - weight
-    else:
-        signal = x @ weight.T
-        noise = reference_qlinear(x, replace(layer.params, bias=None)) - signal
-    power, lost = (float(t.to(torch.float64).square().sum()) for t in (signal, noise))
-    if not power or not math.isfinite(power + lost):
-        return None
-    return round(10 * math.log10(max(power / max(lost, 1e-30 * power), 1e-30)), 3)
 
 
 def dequantize_model(model: nn.Module) -> nn.Module:

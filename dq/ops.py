@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dq.qtensor import QTensor, fake_quantize, residual_codes
+from dq.columns import residual_codes
+from dq.qtensor import QTensor, fake_quantize
 from dq.registry import DQError, Registry, suggest
 from dq.spec import QuantSpec
 from dq.transforms import Step, apply_steps

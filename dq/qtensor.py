@@ -396,39 +396,3 @@ def fake_quantize(x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> Ten
     codes = spec.fmt.round(_scaled(to_blocks(work, spec), scale, unit, spec, dtype))
     out = from_blocks(codes * step_of(scale, unit, spec)[..., None], spec, *work.shape)
     return out[:, : x.shape[-1]].reshape(x.shape)
-
-
-def residual_codes(x: Tensor, q: Tensor, spec: QuantSpec, count: int) -> Tensor:
-    """`Q(x_o - q_o)` [n, count], o the last `count` columns of x [n, K] and of its rounded form q: on the grid of
-    `spec`, under the second level that x itself has. Source: ARCQuant (arXiv 2601.07475, section 3)."""
-    amax = block_amax(x) if spec.global_scale == "token" else None
-    return fake_quantize(x[:, -count:] - q[:, -count:], spec, amax)
-
-
-def with_residual(x: Tensor, q: Tensor, spec: QuantSpec, count: int) -> Tensor:
-    """`q_o + Q(x_o - q_o)` [n, count]: the value that residual channels carry in the end."""
-    return q[:, -count:] + residual_codes(x, q, spec, count)
-
-
-def take_columns(q: QTensor, start: int) -> QTensor:
-    """Columns `start:` of a quantized tensor, codes and scales as they are; `start` on a border of groups and bytes."""
-    spec, (rows, width) = q.spec, q.shape
-    group = start // spec.columns if spec.columns else 0
-    codes = q.codes[:, spec.fmt.packed_width(start) :]
-    zero = None if q.zero_point is None else q.zero_point[:, group:]
-    return replace(q, codes=codes, scale=q.scale[:, group:], zero_point=zero, shape=(rows, width - start))
-
-
-def join_columns(parts: Sequence[QTensor]) -> QTensor:
-    """Quantized tensors of the same rows, spec and second level, side by side along K."""
-    first = parts[0]
-    zero = None if first.zero_point is None else torch.cat([p.zero_point for p in parts], 1)
-    return replace(
-        first,
-        codes=torch.cat([p.codes.view(torch.uint8) for p in parts], 1).view(first.codes.dtype),
-        scale=torch.cat([p.scale.view(torch.uint8) for p in parts], 1).view(first.scale.dtype)
-        if first.scale.element_size() == 1
-        else torch.cat([p.scale for p in parts], 1),
-        zero_point=zero,
-        shape=(first.shape[0], sum(p.shape[1] for p in parts)),
-    )

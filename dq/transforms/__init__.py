@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dq.qtensor import fake_quantize, with_residual
+from dq.qtensor import fake_quantize
 from dq.registry import DQError, Registry
+from dq.columns import with_residual
 from dq.scales import find_rule
 from dq.spec import QuantSpec
 from dq.stats import Stat
