@@ -8,7 +8,7 @@ from collections.abc import Iterator
 ROWS = (
     ("_layout", "version"),
     ("registry",),
-    ("checks",),
+    ("checks", "hadamard"),
     ("spec",),
     ("profiles",),
     ("formats", "scales", "granularity", "packing"),
@@ -16,6 +16,7 @@ ROWS = (
     ("columns",),
     ("stats", "records", "family"),
     ("transforms", "rounding"),
+    ("rewrites",),
     ("ops", "recipe", "replay"),
     ("linear",),
     ("kernels", "planning"),

@@ -25,6 +25,7 @@ from dq.transforms.lowrank import sketch_factors
 SIZES = (256, 64, 16)
 KINDS = ("regular", "sylvester", "random", "auto")
 FULL = -1
+_SIGNS: dict[tuple[int, int, torch.dtype, str], Tensor] = {}
 
 
 def regular_hadamard(size: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -39,8 +40,12 @@ def regular_hadamard(size: int, dtype: torch.dtype = torch.float32, device: str 
 @torch.compiler.assume_constant_result
 def signs(width: int, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
     """D [K]: +-1, from Python's generator, whose sequences do not change between versions as those of torch may."""
-    source = random.Random(seed)
-    return torch.tensor([1.0 if source.random() < 0.5 else -1.0 for _ in range(width)], dtype=dtype, device=device)
+    key = (width, seed, dtype, device)
+    if key not in _SIGNS:
+        source = random.Random(seed)
+        drawn = [1.0 if source.random() < 0.5 else -1.0 for _ in range(width)]
+        _SIGNS[key] = torch.tensor(drawn, dtype=dtype, device=device)
+    return _SIGNS[key]
 
 
 def rotate(x: Tensor, size: int, kind: str = "regular", seed: int = 0, inverse: bool = False) -> Tensor:
