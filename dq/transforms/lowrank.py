@@ -7,10 +7,12 @@ Source: SVDQuant (arXiv 2411.05007, section 4) with the alternating refinement o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-from dq.transforms import TRANSFORMS, GroupState, Planned, Transform, fake, round_weight
+from dq.transforms import TRANSFORMS, GroupState, Planned, Transform, apply_steps, fake, round_weight
 
 
 def auto_rank(width: int) -> int:
@@ -73,6 +75,27 @@ def decompose(w: Tensor, rank: int, spec, error, iterations: int) -> tuple[Tenso
     return best if best is not None else (up, down)
 
 
+def absorb(state: GroupState, name: str, down: Tensor, up: Tensor) -> None:
+    """Adds factors on the raw x, down [r, K] and up [N, r] in their storage dtype, to the side branch of one linear,
+    and takes what they stand for out of its W'.
+
+    The branch never sees the constant that a shift adds to the input, so that part of the bias correction goes too.
+    """
+    w, (downs, ups) = state.weights[name], state.side.get(name, (down[:0], up[:, :0]))
+    state.side[name] = (torch.cat([downs, down]), torch.cat([ups, up], 1))
+    state.weights[name] = w - up.to(w) @ state.to_basis(down.to(w))
+    correct_bias(state, (name,))
+
+
+def correct_bias(state: GroupState, names: Iterable[str]) -> None:
+    """`b' = b - pre(0) W'^T`, in float64, where the input steps add a constant: then `pre(x) W'^T + b'` has none."""
+    for n in names:
+        w = state.weights[n].to(torch.float64)
+        constant = apply_steps(w.new_zeros(1, w.shape[1]), state.steps)[0]
+        if constant.any():
+            state.bias[n] = -(w @ constant)
+
+
 def fit(state: GroupState, rank: int = 0, iterations: int = 10) -> None:
     """Moves a rank-r part of every weight of the group into its side branch.
 
@@ -87,14 +110,11 @@ def fit(state: GroupState, rank: int = 0, iterations: int = 10) -> None:
         up, down = decompose(w, rank, state.weight_spec, _objective(state, names), iterations)
         # Round to the storage dtype first and subtract what is really stored: its rounding then costs nothing.
         raw = state.from_basis(down).to(state.side_dtype)
-        up = up.to(state.side_dtype)
-        basis = state.to_basis(raw.to(w))
-        start = 0
+        up, start = up.to(state.side_dtype), 0
         for n in names:
             part = up[start : start + len(state.weights[n])]
             start += len(part)
-            state.side[n] = (raw.clone(), part.clone())
-            state.weights[n] = state.weights[n] - part.to(w) @ basis
+            absorb(state, n, raw, part)
 
 
 def _check(params: dict) -> str:

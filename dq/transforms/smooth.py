@@ -119,10 +119,11 @@ def add_factor(state: GroupState, lam: Tensor) -> None:
     """Appends the step `x / lambda`, unless it would change nothing; two of them in a row become one."""
     if torch.equal(lam, torch.ones_like(lam)):
         return
+    if state.steps and state.steps[-1].name == "smooth":
+        last = state.steps.pop().tensors["factor"]
+        state.weights = {n: w / last.to(w) for n, w in state.weights.items()}
+        lam = lam * last.to(lam)
     state.add(Step("smooth", {"factor": lam}))
-    if [s.name for s in state.steps[-2:]] == ["smooth", "smooth"]:
-        last = state.steps.pop().tensors["factor"] * state.steps.pop().tensors["factor"]
-        state.steps.append(Step("smooth", {"factor": last}))
 
 
 def _apply(x: Tensor, tensors: dict, params: dict) -> Tensor:

@@ -1,4 +1,4 @@
-"""AWQ: item 11 of the methods specification, the search against brute force, and the clipping rule against its words."""
+"""AWQ: item 11 of the methods specification, the search against brute force, the clipping rule against its words."""
 
 import pytest
 import torch
