@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from dq.folding import Folded, fold_model
 from dq.linear import quantized_linears
 from dq.loop import QuantizeReport, check_weights, dequantize_model, quantize_model
 from dq.ops import MODES
@@ -183,6 +184,24 @@ def _record(item: Any, index: int, model: nn.Module) -> Record:
     except TypeError as error:
         raise DQError(f"calibration record {index} does not fit {type(model).__name__}: {error}") from error
     return item
+
+
+def fold(obj: Any, *, components: Any = None) -> Folded | dict[str, Folded]:
+    """Moves the divisions of smoothing into the layers before, where that is exact; see dq.folding. In place.
+
+    A LoRA made for the 16-bit model no longer fits a folded one: fold only what is used without.
+
+    Returns:
+        which linears no longer divide, and why others still do; a dict of these if there are several components.
+
+    Raises:
+        DQError: nothing is quantized.
+    """
+    done = {}
+    for name, model in _models(obj, components).items():
+        done[name] = fold_model(model)
+        attach(model)
+    return next(iter(done.values())) if len(done) == 1 else done
 
 
 def attach(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ ROWS = (
     ("ops", "recipe", "replay"),
     ("linear",),
     ("kernels", "planning"),
-    ("checkpoint", "resume", "group"),
+    ("checkpoint", "resume", "group", "folding"),
     ("loop",),
     ("eval", "pipelines"),
     ("showcase", "catalogue"),
