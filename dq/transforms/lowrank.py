@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dq.transforms import TRANSFORMS, GroupState, Planned, Transform, apply_steps, fake, round_weight
+from dq.registry import DQError
+from dq.transforms import TRANSFORMS, GroupState, Planned, Transform, apply_steps, round_weight
 
 
 def auto_rank(width: int) -> int:
@@ -58,15 +59,15 @@ def _objective(state: GroupState, names: tuple[str, ...]):
     x = state.rows(names[0], 256)
     if x is None:
         return lambda low, residual: float((w - low - residual).square().sum())
-    y, xq = x @ w.T, fake(x, state.act_spec)
+    y, xq = x @ w.T, state.executed(x)
     return lambda low, residual: float((xq @ residual.T + x @ low.T - y).square().sum())
 
 
-def decompose(w: Tensor, rank: int, spec, error, iterations: int) -> tuple[Tensor, Tensor]:
+def decompose(w: Tensor, rank: int, spec, error, iterations: int, metric=None) -> tuple[Tensor, Tensor]:
     """`L_i = SVD_r(W - Q_{i-1})`, `Q_i = RTN(W - L_i)`; keeps the best, stops at the first non-improvement."""
     best, best_error, residual = None, float("inf"), torch.zeros_like(w)
     for _ in range(max(1, iterations)):
-        up, down = svd_factors(w - residual, rank)
+        up, down = _weighted_factors(w - residual, rank, metric)
         residual = round_weight(w - up @ down, spec)
         now = error(up @ down, residual)
         if now >= best_error:
@@ -96,18 +97,51 @@ def correct_bias(state: GroupState, names: Iterable[str]) -> None:
             state.bias[n] = -(w @ constant)
 
 
-def fit(state: GroupState, rank: int = 0, iterations: int = 10) -> None:
+WEIGHTINGS = ("none", "hessian", "noise")
+ROUNDED = 0.009  # relative squared error of a 4-bit weight: how much of its residual a rounding loses
+
+
+def _metric(state: GroupState, name: str, weighting: str) -> tuple[Tensor, Tensor] | None:
+    """(R, R^-1), each [K, K], or diagonals [K]: the SVD is taken of W R, so that it minimises `|(W - L) R|^2`."""
+    if weighting == "none":
+        return None
+    hessian = state.hessian(name)
+    if hessian is None:
+        raise DQError(f"a low rank weighted by {weighting} needs calibration (layer {name})")
+    if weighting == "hessian":
+        values, vectors = torch.linalg.eigh(hessian.to(torch.float64))
+        root = values.clamp(min=1e-4 * float(values.mean())).sqrt()
+        return (vectors * root).to(hessian), (vectors / root).T.to(hessian)
+    error = state.activation_error(name)
+    power = ROUNDED * hessian.diagonal() + (0.0 if error is None else error[1].to(hessian))
+    root = power.clamp(min=1e-4 * float(power.mean())).sqrt()
+    return root, 1.0 / root
+
+
+def _weighted_factors(w: Tensor, rank: int, metric: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    if metric is None:
+        return svd_factors(w, rank)
+    root, inverse = (m.to(w) for m in metric)
+    up, down = svd_factors(w * root if root.dim() == 1 else w @ root, rank)
+    return up, down * inverse if inverse.dim() == 1 else down @ inverse
+
+
+def fit(state: GroupState, rank: int = 0, iterations: int = 10, weighting: str = "none") -> None:
     """Moves a rank-r part of every weight of the group into its side branch.
 
     Args:
         rank: r; 0 takes `auto_rank(K)`.
         iterations: bound on the alternation; 1 is the plain SVD.
+        weighting: what the rank is spent on. `none`: the weight itself (SVDQuant). `hessian`: the layer's output,
+            `SVD(W H^1/2) H^-1/2` (QERA, arXiv 2410.06040). `noise`: what rounding will lose of the rest, every channel
+            weighted by its activation noise and by the share of its power that weight rounding loses.
     """
     rank = rank or auto_rank(state.width)
     sets = state.lowrank or tuple((n,) for n in state.weights)
     for names in sets:
         w = torch.cat([state.weights[n] for n in names])
-        up, down = decompose(w, rank, state.weight_spec, _objective(state, names), iterations)
+        metric = _metric(state, names[0], weighting)
+        up, down = decompose(w, rank, state.weight_spec, _objective(state, names), iterations, metric)
         # Round to the storage dtype first and subtract what is really stored: its rounding then costs nothing.
         raw = state.from_basis(down).to(state.side_dtype)
         up, start = up.to(state.side_dtype), 0
@@ -119,11 +153,22 @@ def fit(state: GroupState, rank: int = 0, iterations: int = 10) -> None:
 
 def _check(params: dict) -> str:
     good = params.get("rank", 0) >= 0 and params.get("iterations", 1) >= 1
-    return "" if good else "rank is at least 0 (0 chooses by the width), iterations at least 1"
+    good = good and params.get("weighting", "none") in WEIGHTINGS
+    words = f"rank is at least 0 (0 chooses by the width), iterations at least 1, weighting one of {WEIGHTINGS}"
+    return "" if good else words
 
 
 def _planned(shape: tuple[int, int], parts: tuple[int, ...], params: dict, name: str) -> Planned:
     return Planned(rank=min(params.get("rank") or auto_rank(shape[1]), *shape))
 
 
-TRANSFORMS.register(Transform("lowrank", fit, order=4, planned=_planned, check=_check))
+TRANSFORMS.register(
+    Transform(
+        "lowrank",
+        fit,
+        order=4,
+        needs_gram=lambda params: params.get("weighting", "none") != "none",
+        planned=_planned,
+        check=_check,
+    )
+)
