@@ -47,7 +47,7 @@ def test_straight_through():
     torch.testing.assert_close(x.grad, expected)
 
 
-@pytest.mark.parametrize("spec", ["int4/group16", "nvfp4", "mxfp4", "int8/channel", "fp8/channel"])
+@pytest.mark.parametrize("spec", ["int4/group16", "nvfp4", "mxfp4", "int8/channel", "fp8_e4m3/channel"])
 def test_any_grid_can_be_trained_through(spec):
     x = torch.randn(4, 64, requires_grad=True)
     y = straight_through(x, QuantSpec.parse(spec))
@@ -61,10 +61,10 @@ def test_loss_falls_and_the_function_stays(decoders, kind, objective):
     model = loud(decoders, kind)
     expected = decoders.logits(model)
     params = {"steps": 40, "objective": objective}
-    batches = [decoders.tokens(4, 24, seed=1), {"input_ids": decoders.tokens(4, 24, seed=1)}]
+    batches = [decoders.tokens(8, 24, seed=1), {"input_ids": decoders.tokens(8, 24, seed=1)}]
     (done,) = rewrite(model, [("spinquant", params)], batches=batches)
     losses = done["loss"]
-    assert len(losses) == 40 and sum(losses[-5:]) < sum(losses[:5]) * (0.9 if objective == "kl" else 1)
+    assert len(losses) == 40 and sum(losses[-5:]) < sum(losses[:5]) * (0.95 if objective == "kl" else 1)
     assert done["orthogonality"] < 1e-5
     assert decoders.difference(model, expected) < EXACT
     assert all(p.requires_grad for p in model.parameters())
