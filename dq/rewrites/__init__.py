@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dq.registry import DQError, Registry
+from dq.registry import DQError, Registry, check_params
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,18 @@ def parameters(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
     return found
 
 
+def check_rewrites(names: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    """Raises DQError for an unknown rewrite, a parameter that it does not take, or a value that it cannot work with."""
+    for name, params in names:
+        kind = REWRITES.get(name)
+        for word in {"structure", "batches"} & set(params):
+            raise DQError(f"rewrite {name!r} takes no parameter {word!r}: it is found from the model or calibration")
+        check_params(f"rewrite {name!r}", kind.apply, params.items())
+        complaint = kind.check(params)
+        if complaint:
+            raise DQError(f"rewrite {name!r} got {params}: {complaint}")
+
+
 def rewrite(
     model: nn.Module,
     names: Sequence[str | tuple[str, dict[str, Any]]],
@@ -172,19 +184,16 @@ def rewrite(
     """Applies rewrites in the order given; returns what each did.
 
     Raises:
-        DQError: unknown rewrite, one that needs calibration without it, or a model that none of them fits.
+        DQError: as `check_rewrites`; one that learns without batches; a model that one of them does not fit.
     """
-    structure = structure or decoder_structure(model)
-    pairs = [(n, {}) if isinstance(n, str) else n for n in names]
-    kinds = [REWRITES.get(n) for n, _ in pairs]
-    for kind, (name, params) in zip(kinds, pairs, strict=True):
-        complaint = kind.check(params)
-        if complaint:
-            raise DQError(f"rewrite {name!r} got {params}: {complaint}")
-        if kind.needs_batches and not len(batches):
+    pairs = [(n, {}) if isinstance(n, str) else (n[0], dict(n[1])) for n in names]
+    check_rewrites(pairs)
+    structure, done = structure or decoder_structure(model), []
+    for name, _ in pairs:
+        if REWRITES.get(name).needs_batches and not len(batches):
             raise DQError(f"rewrite {name!r} learns from text: pass calibration")
-    done = []
-    for kind, (name, params) in zip(kinds, pairs, strict=True):
+    for name, params in pairs:
+        kind = REWRITES.get(name)
         data = {"batches": batches} if kind.needs_batches else {}
         done.append({"name": name, **kind.apply(model, structure, **params, **data)})
     return done

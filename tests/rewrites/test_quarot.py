@@ -138,3 +138,18 @@ def test_unknown_rewrites_are_refused(decoders):
     assert {"norm_fusion", "r1", "r2", "spinquant"} <= set(REWRITES.names())
     with pytest.raises(DQError, match="unknown rewrite 'r9'"):
         rewrite(decoders.decoder(), ["r9"])
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"sed": 1}, "takes no parameter 'sed'; did you mean 'seed'"),
+        ({"seed": "a"}, "takes seed as int; got 'a'"),
+        ({"structure": None}, "takes no parameter 'structure'"),
+    ],
+)
+def test_bad_parameters_are_refused_before_any_work(decoders, params, words):
+    model = decoders.decoder()
+    with pytest.raises(DQError, match=words):
+        rewrite(model, ["norm_fusion", ("r1", params)])
+    assert not (model.model.norm.weight == 1).all()
