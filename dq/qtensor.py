@@ -16,7 +16,7 @@ from torch import Tensor
 from dq.granularity import from_blocks, pieces, to_blocks
 from dq.profiles import convention
 from dq.registry import DQError, Registry
-from dq.scales import RANGE, Blocks, divide, find_rule, rounded, step_of, storable
+from dq.scales import RANGE, SCALE_RULES, Blocks, divide, find_rule, rounded, step_of, storable
 from dq.scales import amax as block_amax
 from dq.spec import DOUBLE_BLOCK, QuantSpec
 
@@ -243,15 +243,25 @@ def _piece_scale(blocks: Blocks, rule) -> tuple[Tensor, Tensor]:
 
 
 def _asymmetric(blocks: Blocks, rule) -> tuple[Tensor, Tensor]:
-    """`s = (max - min) / n`, `z = clip(rne(-min / s), 0, n)`, the range widened to contain 0.
+    """`_min_max` of the blocks, or of what the rule clips them to.
 
     Raises:
-        DQError: a rule other than absmax (here: min and max), or a second level.
+        DQError: a rule that is not for asymmetric grids, or a second level.
     """
-    spec, rules = blocks.spec, convention(blocks.spec)
-    if rule.name != "absmax" or spec.global_scale:
-        raise DQError(f"asymmetric {spec.format} takes the rule absmax (min and max) and one level of scales")
-    x = blocks.x
+    if rule.clip is None or blocks.spec.global_scale:
+        known = ", ".join(r.name for r in SCALE_RULES if r.clip)
+        raise DQError(f"asymmetric {blocks.spec.format} takes one level of scales and the rules {known}")
+
+    def fake(x: Tensor) -> Tensor:
+        scale, zero = (t[..., None] for t in _min_max(replace(blocks, x=x)))
+        return ((torch.round(x / scale) + zero).clamp(0.0, blocks.spec.fmt.max) - zero) * scale
+
+    return _min_max(replace(blocks, x=rule.clip(blocks, fake, **dict(blocks.spec.rule_params))))
+
+
+def _min_max(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """`s = (max - min) / n`, `z = clip(rne(-min / s), 0, n)`, the range widened to contain 0."""
+    spec, rules, x = blocks.spec, convention(blocks.spec), blocks.x
     low = x.amin(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
     high = x.amax(-1) if x.shape[-1] else low
     if rules.include_zero:

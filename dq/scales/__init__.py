@@ -143,11 +143,19 @@ class Blocks:
         """
         delta = self.round(scale, target).sub_(self.x)
         if weight == "hessian":
-            return torch.einsum("rge,gef,rgf->rg", delta, self._need("hessian"), delta)
+            return self.through_hessian(delta)
         power = delta.square_() if norm == 2.0 else delta.abs_().pow_(norm)
         if weight == "importance":
             power = power.mul_(self._need("importance"))
         return tree_sum(power)
+
+    def through_hessian(self, delta: Tensor) -> Tensor:
+        """[R, G]: `d^T H d` of differences d [R, G, E].
+
+        Raises:
+            DQError: there is no Hessian.
+        """
+        return torch.einsum("rge,gef,rgf->rg", delta, self._need("hessian"), delta)
 
     def _need(self, what: str) -> Tensor:
         value = getattr(self, what)
@@ -181,6 +189,9 @@ class ScaleRule:
         formats: scale formats it works with; empty for all.
         needs: `importance` or `hessian` if it cannot work without.
         plain: the rule that stands in for it where such statistics are not at hand (searches inside transforms).
+        clip: for grids with a zero point, whose scale is that of min and max: `(blocks, fake, **params) -> x`, the
+            blocks [R, G, E] cut to the range to be covered; `fake` rounds blocks to their own range and back. None if
+            the rule does not go with such grids.
     """
 
     name: str
@@ -189,6 +200,7 @@ class ScaleRule:
     formats: tuple[str, ...] = ()
     needs: str = ""
     plain: str = ""
+    clip: Callable[..., Tensor] | None = None
 
 
 def find_rule(spec: QuantSpec) -> ScaleRule:

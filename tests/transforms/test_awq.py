@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import dq
 from dq.qtensor import fake_quantize, quantize
 from dq.registry import DQError
 from dq.spec import QuantSpec
@@ -104,6 +105,50 @@ def test_clipping_rule_is_awq_in_its_own_words():
             assert float(q.scale[row, start // 16]) == pytest.approx(scales[errors.index(min(errors))], rel=1e-5)
     plain = quantize(w, spec.with_(scale_rule="absmax"))
     assert (x @ (q.dequantize() - w).T).norm() < (x @ (plain.dequantize() - w).T).norm()
+
+
+def min_max(part, n=15):
+    """AWQ's own quantizer of one group: asymmetric over the range widened to contain 0."""
+    low, high = part.min().clamp(max=0), part.max().clamp(min=0)
+    scale = (high - low) / n
+    zero = (-low / scale).round().clamp(0, n)
+    return ((part / scale).round() + zero).clamp(0, n).sub(zero) * scale, scale
+
+
+def test_clipping_with_a_zero_point():
+    """The same search where the scale is that of min and max: UINT4, the form that AWQ checkpoints have."""
+    g = torch.Generator().manual_seed(4)
+    x, w = torch.randn(64, 48, generator=g), torch.randn(5, 48, generator=g) ** 3
+    q = quantize(w, QuantSpec("uint4", "group", 16, scale_rule="awq"), hessian=x.T @ x / len(x))
+    for row in range(5):
+        for start in range(0, 48, 16):
+            part, seen, errors, scales = w[row, start : start + 16], x[:, start : start + 16], [], []
+            for i in range(10):
+                top = part.abs().max() * (1 - i / 20)
+                rounded, scale = min_max(part.clamp(-top, top))
+                errors.append(float((seen @ (rounded - part)).square().mean()))
+                scales.append(float(scale))
+            assert float(q.scale[row, start // 16]) == pytest.approx(scales[errors.index(min(errors))], rel=1e-5)
+    plain = quantize(w, QuantSpec("uint4", "group", 16))
+    assert (x @ (q.dequantize() - w).T).norm() < (x @ (plain.dequantize() - w).T).norm()
+
+
+@pytest.mark.parametrize("weights", ["int4/group16@awq", "uint4/group16@awq"])
+def test_recipe_of_the_source(weights):
+    """Scaling, then clipping, then rounding, weight-only; better than rounding alone, and than either of the two."""
+    torch.manual_seed(0)
+    x, errors = loud(512, 64) * torch.rand(64), {}
+    source = torch.nn.Linear(64, 48)
+    with torch.no_grad():
+        source.weight.copy_(torch.randn(48, 64) ** 3)
+    for spec, transforms in ((weights[:-4], []), (weights[:-4], ["awq"]), (weights, []), (weights, ["awq"])):
+        net = torch.nn.Sequential(torch.nn.Linear(64, 48))
+        net[0].load_state_dict(source.state_dict())
+        recipe = dict(name="x", linear=dict(weights=spec, transforms=transforms), min_features=16)
+        dq.quantize(net, dq.Recipe.from_dict(recipe), calibration=[dict(input=x)], progress=False)
+        errors[spec, bool(transforms)] = float((net(x) - source(x)).detach().norm())
+    assert min(errors, key=errors.get) == (weights, True)
+    assert max(errors, key=errors.get) == (weights[:-4], False)
 
 
 def test_clipping_rule_needs_groups_and_calibration():
