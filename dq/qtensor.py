@@ -16,7 +16,7 @@ from torch import Tensor
 from dq.granularity import from_blocks, pieces, to_blocks
 from dq.profiles import convention
 from dq.registry import DQError, Registry
-from dq.scales import RANGE, SCALE_RULES, Blocks, divide, find_rule, rounded, step_of, storable
+from dq.scales import RANGE, Blocks, asymmetric, divide, find_rule, rounded, step_of
 from dq.scales import amax as block_amax
 from dq.spec import DOUBLE_BLOCK, QuantSpec
 
@@ -237,40 +237,9 @@ def _with_statistics(blocks: Blocks, shape, importance: Tensor | None, hessian: 
 def _piece_scale(blocks: Blocks, rule) -> tuple[Tensor, Tensor]:
     """Scale and zero point of every block; blocks of zeros get the profile's choice."""
     if blocks.spec.has_zero_point:
-        return _asymmetric(blocks, rule)
+        return asymmetric(blocks, rule)
     scale = rule.choose(blocks, **dict(blocks.spec.rule_params))
     return torch.where((block_amax(blocks.x) > 0) & (scale > 0), scale, convention(blocks.spec).zero), scale
-
-
-def _asymmetric(blocks: Blocks, rule) -> tuple[Tensor, Tensor]:
-    """`_min_max` of the blocks, or of what the rule clips them to.
-
-    Raises:
-        DQError: a rule that is not for asymmetric grids, or a second level.
-    """
-    if rule.clip is None or blocks.spec.global_scale:
-        known = ", ".join(r.name for r in SCALE_RULES if r.clip)
-        raise DQError(f"asymmetric {blocks.spec.format} takes one level of scales and the rules {known}")
-
-    def fake(x: Tensor) -> Tensor:
-        scale, zero = (t[..., None] for t in _min_max(replace(blocks, x=x)))
-        return ((torch.round(x / scale) + zero).clamp(0.0, blocks.spec.fmt.max) - zero) * scale
-
-    return _min_max(replace(blocks, x=rule.clip(blocks, fake, **dict(blocks.spec.rule_params))))
-
-
-def _min_max(blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """`s = (max - min) / n`, `z = clip(rne(-min / s), 0, n)`, the range widened to contain 0."""
-    spec, rules, x = blocks.spec, convention(blocks.spec), blocks.x
-    low = x.amin(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
-    high = x.amax(-1) if x.shape[-1] else low
-    if rules.include_zero:
-        low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-    span = rounded(high - low, blocks.dtype)
-    scale = storable(rounded(divide(span, spec.fmt.max), blocks.dtype), spec)
-    scale = torch.where((span > 0) & (scale > 0), scale, rules.zero)
-    zero = torch.round(rounded(-low / scale, blocks.dtype)).clamp(0.0, spec.fmt.max)
-    return scale, torch.where(span > 0, zero, (spec.fmt.max + 1) / 2) if rules.middle else zero
 
 
 def _stored(scale: Tensor, unit: Tensor | None, zero_point: Tensor | None, spec: QuantSpec) -> Scales:

@@ -215,6 +215,37 @@ def find_rule(spec: QuantSpec) -> ScaleRule:
     return rule
 
 
+def asymmetric(blocks: Blocks, rule: ScaleRule) -> tuple[Tensor, Tensor]:
+    """Scales and zero points [R, G] for min and max of the blocks, or of what the rule clips them to.
+
+    Raises:
+        DQError: a rule that is not for asymmetric grids, or a second level.
+    """
+    if rule.clip is None or blocks.spec.global_scale:
+        known = ", ".join(r.name for r in SCALE_RULES if r.clip)
+        raise DQError(f"asymmetric {blocks.spec.format} takes one level of scales and the rules {known}")
+
+    def fake(x: Tensor) -> Tensor:
+        scale, zero = (t[..., None] for t in _min_max(replace(blocks, x=x)))
+        return ((torch.round(x / scale) + zero).clamp(0.0, blocks.spec.fmt.max) - zero) * scale
+
+    return _min_max(replace(blocks, x=rule.clip(blocks, fake, **dict(blocks.spec.rule_params))))
+
+
+def _min_max(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """`s = (max - min) / n`, `z = clip(rne(-min / s), 0, n)`, the range widened to contain 0."""
+    spec, rules, x = blocks.spec, convention(blocks.spec), blocks.x
+    low = x.amin(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+    high = x.amax(-1) if x.shape[-1] else low
+    if rules.include_zero:
+        low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    span = rounded(high - low, blocks.dtype)
+    scale = storable(rounded(divide(span, spec.fmt.max), blocks.dtype), spec)
+    scale = torch.where((span > 0) & (scale > 0), scale, rules.zero)
+    zero = torch.round(rounded(-low / scale, blocks.dtype)).clamp(0.0, spec.fmt.max)
+    return scale, torch.where(span > 0, zero, (spec.fmt.max + 1) / 2) if rules.middle else zero
+
+
 def best_of(blocks: Blocks, candidates: Callable[[Blocks], Iterator[Tensor]], **error) -> Tensor:
     """Per block, the candidate scale of least error; the first of equals. Works chunk by chunk.
 
