@@ -17,16 +17,15 @@ from dq.spec import FORMATS, QuantSpec
 from dq.transforms import TRANSFORMS, GroupState, Planned, Step, Transform
 from dq.transforms.lowrank import correct_bias
 
-# (lower bound, c) of activation functions, c a multiple of 1/64 above the bound. Their minima: ReLU 0, GELU -0.170041
-# (tanh form; erf -0.169971), SiLU -0.278465. The source's 0.2734375 for SiLU would clip.
-BOUNDS = ((0.0, 0.0), (-0.1705, 0.171875), (-0.279, 0.28125))
+# c of activation functions, a multiple of 1/64 above their depth: ReLU 0, GELU 0.170041 (tanh form; erf 0.169971),
+# SiLU 0.278465. The source's 0.2734375 for SiLU would clip.
+CONSTANTS = (0.0, 0.171875, 0.28125)
 ACTIVE = 0.5  # an input that never exceeds this is small, not cut off
 
 
 def constant(low: float, top: float) -> float | None:
     """c for an input with smallest value `low` and largest `top`; None if no known function bounds it."""
-    found = [c for bound, c in BOUNDS if low >= bound]
-    return found[0] if found and top > ACTIVE else None
+    return next((c for c in CONSTANTS if low >= -c), None) if top > ACTIVE else None
 
 
 def unsigned(spec: QuantSpec | None) -> QuantSpec | None:
