@@ -265,6 +265,6 @@ def test_shifted_inputs_count_as_shifted():
 def test_wrong_parameters_are_refused(params):
     target = dict(weights="int8/channel", transforms=[{"name": "smooth"} | params])
     with pytest.raises(
-        dq.DQError, match="quantile above 0 and at most 1, merge one of .*, grid one of short, svdquant"
+        dq.DQError, match=r"quantile above 0 and at most 1, merge one of .*, grid one of short, svdquant"
     ):
         dq.Recipe.from_dict(dict(name="x", linear=target))
