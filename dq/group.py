@@ -49,9 +49,11 @@ def transformed(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=N
     return state
 
 
-def quantize_row(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=None) -> dict[str, QuantizedLinear]:
-    """Transforms and rounds one plan row; the model itself is not touched."""
-    state = transformed(model, row, stats, device)
+def quantize_row(
+    model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=None, state: GroupState | None = None
+) -> dict[str, QuantizedLinear]:
+    """Transforms (unless `state` is what its transforms gave) and rounds one plan row; the model is not touched."""
+    state = transformed(model, row, stats, device) if state is None else state
     layers = {}
     for members in row.inputs:
         for m, weight in round_members(state, row.target, members).items():
@@ -61,13 +63,16 @@ def quantize_row(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=
                 activations=state.act_spec,
                 steps=state.steps,
                 side=state.side.get(m),
-                bias=_bias(old.bias, state.bias.get(m), weight.codes.device),
+                bias=None if old.bias is None else old.bias.to(weight.codes.device),
                 dtype=old.weight.dtype,
                 input_scale=_input_scale(state, m),
                 residual=state.residual,
                 dual=state.dual,
             )
+            _take_off_constant(layers[m])
             stat, raw = state.stat(m), old.weight.detach().to(weight.codes.device, torch.float32)
+            if row.target.bias_correction and stat is not None:
+                _correct_bias(layers[m], raw, stat.rows.to(raw))
             layers[m].sqnr_db = sqnr_db(layers[m], raw, None if stat is None else stat.held_rows[:128].to(raw))
     return layers
 
@@ -76,15 +81,18 @@ def round_members(state: GroupState, target: Target, members: tuple[str, ...]) -
     """The weights of linears that share an input as they will be stored, residual channels appended."""
     rounding, first = ROUNDINGS.get(target.rounding), members[0]
     # Runtimes fuse linears that share an input: they must share the second-level scale, so it covers them all.
-    amax = executed_amax([state.weights[m] for m in members], target.weights)
+    amax = executed_amax([state.weights[m] for m in members], state.weight_spec)
     if amax is None:
         amax = torch.stack([state.weights[m].abs().amax() for m in members]).amax()
     error = state.activation_error(first) if rounding.needs_gram else None
     shared = dict(x=state.rows(first), amax=amax, hessian=state.hessian(first) if target.needs_gram else None)
+    if target.bias_correction:
+        shared["mean"] = state.mean(first)
     shared |= dict(gain=error and error[0], noise=error and error[1], residual=state.residual if state.dual else 0)
     out = {}
     for m in members:
-        main, rest = rounding.round(Job(m, state.weights[m], target.weights, **shared), **dict(target.rounding_params))
+        job = Job(m, state.weights[m], state.weight_spec, **shared)
+        main, rest = rounding.round(job, **dict(target.rounding_params))
         if state.residual:
             again = take_columns(main, state.width - state.residual)
             main = join_columns([main, again] if rest is None else [main, again, rest])
@@ -92,12 +100,27 @@ def round_members(state: GroupState, target: Target, members: tuple[str, ...]) -
     return out
 
 
-def _bias(bias: Tensor | None, shift: Tensor | None, device) -> Tensor | None:
-    """The layer's bias [N] plus what a shifted input adds to it."""
-    if shift is None:
-        return None if bias is None else bias.to(device)
-    shift = shift.to(device, torch.float32)
-    return shift if bias is None else (bias.to(device, torch.float32) + shift).to(bias.dtype)
+def _take_off_constant(layer: QuantizedLinear) -> None:
+    """`b' = b - Q(W') pre(0)` where the input is shifted.
+
+    With the rounded weight: the shift then meets no rounding error of the weight, only the input itself does. (The
+    source takes the unrounded one; on synthetic GELU inputs that has a tenth more error.)
+    """
+    constant = layer.constant()
+    if constant is not None:
+        bias = -constant if layer.bias is None else layer.bias.to(torch.float32) - constant
+        layer.bias = nn.Parameter(bias.to(layer.compute_dtype), requires_grad=False)
+
+
+def _correct_bias(layer: QuantizedLinear, weight: Tensor, x: Tensor) -> None:
+    """`b += E[W x - Q(W') Q(pre(x))]` over a sample x [n, K]: the output keeps its mean. Layers without a bias stay.
+
+    Source: Nagel et al., "Data-free quantization through weight equalization and bias correction" (arXiv 1906.04721).
+    """
+    if layer.bias is not None:
+        bias = layer.bias.to(torch.float32)
+        lost = x @ weight.T + bias - reference_qlinear(x, layer.params)
+        layer.bias = nn.Parameter((bias + lost.mean(0)).to(layer.compute_dtype), requires_grad=False)
 
 
 def _input_scale(state: GroupState, name: str) -> Tensor | None:
@@ -120,13 +143,14 @@ def _input_scale(state: GroupState, name: str) -> Tensor | None:
 
 
 def sqnr_db(layer: QuantizedLinear, weight: Tensor, x: Tensor | None) -> float | None:
-    """`10 log10(||y||^2 / ||y_q - y||^2)` of the layer's output on x [n, K], bias excluded; of its weight without x.
-    At most 300; None where the signal is zero, or beyond float32."""
+    """`10 log10(||y||^2 / ||y_q - y||^2)` of the layer's output on x [n, K], the 16-bit bias excluded; without x of
+    its weight. At most 300; None where the signal is zero, or beyond float32."""
     if x is None:
         signal, noise = weight, layer.dequantized_weight(torch.float32) - weight
     else:
-        signal = x @ weight.T
-        noise = reference_qlinear(x, replace(layer.params, bias=None)) - signal
+        signal, constant = x @ weight.T, layer.constant()
+        params = replace(layer.params, bias=None if constant is None else -constant)
+        noise = reference_qlinear(x, params) - signal
     power, lost = (float(t.to(torch.float64).square().sum()) for t in (signal, noise))
     if not power or not math.isfinite(power + lost):
         return None

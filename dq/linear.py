@@ -12,7 +12,7 @@ from dq.ops import Choice, LinearParams, choose_backend
 from dq.qtensor import QTensor
 from dq.registry import DQError
 from dq.spec import QuantSpec
-from dq.transforms import TRANSFORMS, Step
+from dq.transforms import TRANSFORMS, Step, apply_steps
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ class LinearConfig:
         grids = {k: QuantSpec.from_dict(data[k]) for k in ("weights", "activations") if data.get(k) is not None}
         steps = tuple((TRANSFORMS.get(n).name, dict(p)) for n, p in data.get("steps", ()))
         return cls(**data | grids | {"steps": steps})
+
+    @property
+    def shifted(self) -> bool:
+        """Whether the input steps add a constant: such a layer has a bias, whatever its 16-bit original had."""
+        return any(name == "shift" for name, _ in self.steps)
 
     @property
     def static(self) -> bool:
@@ -206,12 +211,22 @@ class QuantizedLinear(nn.Linear):
             self._choice = (key, choose_backend(params or self.params, device, dtype, self.activations_mode))
         return self._choice[1]
 
-    def dequantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The raw-basis weight [N, K] that this layer stands for: W' moved back through the input steps, plus L."""
+    def _transformed_weight(self) -> Tensor:
+        """W' [N, K] as it is executed, float32."""
         wide = self.qtensor.dequantize()
         w, s = wide[:, : self.in_features], self.config.residual
-        if self.config.dual:
-            w = torch.cat([w[:, :-s], w[:, -s:] + wide[:, -s:]], 1)
+        return torch.cat([w[:, :-s], w[:, -s:] + wide[:, -s:]], 1) if self.config.dual else w
+
+    def constant(self) -> Tensor | None:
+        """[N] float32, `W' pre(0)`: what a shifted input adds to the output, and the bias takes off; None without."""
+        if not self.config.shifted:
+            return None
+        zero = torch.zeros(1, self.in_features, device=self.qweight.device)
+        return (apply_steps(zero, self.steps) @ self._transformed_weight().T)[0]
+
+    def dequantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The raw-basis weight [N, K] that this layer stands for: W' moved back through the input steps, plus L."""
+        w = self._transformed_weight()
         for step in reversed(self.steps):
             w = TRANSFORMS.get(step.name).unweight(w, step.tensors, step.params)
         if self.config.rank:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from dq.auto import ChoiceTable, choose, reference_score, score_row
 from dq.checkpoint import artifact_meta
 from dq.group import quantize_row
 from dq.linear import LayerInfo, QuantizedLinear, layer_info, quantized_linears
 from dq.planning import Plan, PlanRow, model_bytes
 from dq.qtensor import check_finite
-from dq.records import Record
+from dq.records import Record, outputs, relative_error
 from dq.registry import DQError
 from dq.replay import Replay, call, call_order, device_of
 from dq.resume import ResumeFolder
@@ -38,6 +39,7 @@ class QuantizeReport:
         bytes_before, bytes_after: of all parameters and buffers, the former in 16 bits.
         plan: what was planned (after groups were verified).
         calibration: what was used, JSON-clean; {} for data-free.
+        choices: of an `auto` recipe: what every group took, and by how much (printable), else None.
     """
 
     recipe: str
@@ -47,6 +49,7 @@ class QuantizeReport:
     bytes_after: int
     plan: Plan
     calibration: dict[str, Any] = field(default_factory=dict)
+    choices: ChoiceTable | None = None
 
     def __str__(self) -> str:
         worst = sorted((x for x in self.layers if x.sqnr_db is not None), key=lambda x: x.sqnr_db)[:3]
@@ -92,6 +95,7 @@ def quantize_model(
     check_weights(model, plan)
     loop = _Loop(model, plan, list(records), device, prefix, calibration or {}, resume)
     with torch.no_grad(), progress(total=loop.steps, desc=plan.recipe.name, unit="step") as bar:
+        choices = loop.choose(bar.update) if plan.recipe.auto else None
         loop.run_all(bar.update)
     model.dq_artifact = artifact_meta(model, plan, calibration or {})
     seconds, plan = time.perf_counter() - start, replace(plan, rows=tuple(loop.rows), remarks=tuple(loop.remarks))
@@ -102,7 +106,8 @@ def quantize_model(
             f"almost nothing is left of {len(lost)} linears (SQNR below {LOST_DB} dB), e.g. {lost[0]}: values too small"
         )
         warnings.warn(what + " for its scales, or outliers; skip it or take another grid", stacklevel=2)
-    return QuantizeReport(plan.recipe.name, seconds, layers, before, model_bytes(model), plan, calibration or {})
+    after = model_bytes(model)
+    return QuantizeReport(plan.recipe.name, seconds, layers, before, after, plan, calibration or {}, choices)
 
 
 def check_weights(model: nn.Module, plan: Plan) -> None:
@@ -126,7 +131,9 @@ class _Loop:
     def __init__(self, model, plan: Plan, records, device, prefix, calibration, resume):
         self.model, self.plan, self.records, self.device, self.prefix = model, plan, records, device, prefix
         self.rows, self.remarks = list(plan.rows), list(plan.remarks)
-        self.calibration, self.gram = calibration or {}, {}
+        self.calibration, self.gram, self.auto = calibration or {}, {}, plan.recipe.auto
+        self.weights = [r.weight for r in self.records]
+        self.survey = False  # whether candidates are being compared
         self.split: dict[str, str] = {}  # linear -> the one whose input it was thought to share, and does not
         self.folder = ResumeFolder(resume, model, plan, calibration | {"prefix": prefix}) if resume else None
         blocks = [b for b in plan.blocks() if b]
@@ -144,7 +151,10 @@ class _Loop:
     @property
     def steps(self) -> int:
         """Rows to quantize plus model or block runs of calibration: the units of the progress bar."""
-        return len(self.plan.quantized) + len(self.records) * (len(self.replay.order) + self.observe)
+        passes = 2 if self.auto else 1
+        weighed = 1 + self.auto.rounds * self.auto.records if self.auto else 0
+        runs = len(self.records) * (len(self.replay.order) + self.observe)
+        return len(self.plan.quantized) * (1 + weighed) + passes * runs
 
     def run_all(self, tick: Callable[[int], Any]) -> None:
         """Runs every block, then puts the finished layers into the model."""
@@ -156,6 +166,44 @@ class _Loop:
             self.run(block)
         while self.done:
             self._swap(dict([self.done.popitem()]))
+
+    def choose(self, tick: Callable[[int], Any]) -> ChoiceTable:
+        """Lets the rows of an `auto` recipe take their targets: candidates scored block by block, groups weighed on the
+        model's output, bytes spent by `auto.choose`. A resume folder remembers the scores."""
+        self.tick, self.survey = tick, True
+        free = [r for r in self.plan.quantized if r.target == self.plan.recipe.linear]
+        found: dict[tuple[str, ...], tuple] = {}
+        if self.observe:
+            outside = [r for r in free if not self.replay.order or r.block == ""]
+            self.whole = self._collect(outside, self._call)
+        for block in self.schedule:
+            rows, stats = [r for r in free if r.block == block], self.whole
+            if self.replay.order and block:
+                stats = self._collect(rows, lambda i, b=block: self._step(b, i))
+            for part in [p for row in rows for p in self._verified(row, stats)]:
+                found[part.members] = score_row(self.model, part, stats, self.auto, self.device)
+                self.tick(1)
+        self.replay, self.survey, self.whole = self.replay.fresh(), False, {}
+        return self._allocate([r for r in self.rows if r.members in found], found)
+
+    def _allocate(self, rows: list[PlanRow], found: dict[tuple[str, ...], tuple]) -> ChoiceTable:
+        scores = [found[r.members][0] for r in rows]
+        layers = [found[r.members][1] for r in rows]
+        held = [i for i in range(len(self.records)) if self._held_out(i)] or list(range(len(self.records)))
+        held = held[:: max(1, len(held) // self.auto.records)][: self.auto.records]
+        clean = {i: outputs(self._call(i)) for i in held}
+        weights = []
+        for group, mine in zip(scores, layers, strict=True):
+            originals = self._swap(mine)
+            wrong = sum(relative_error(outputs(self._call(i)), clean[i]) for i in held) / len(held)
+            self._swap(originals)
+            weights.append(wrong / max(reference_score(group).error, 1e-30))
+            self.tick(len(held))
+        taken, table = choose(rows, scores, weights, self.auto)
+        now = {r.members: r for r in taken}
+        self.rows = [now.get(r.members, r) for r in self.rows]
+        self.plan = replace(self.plan, rows=tuple(self.rows))
+        return table
 
     def _all_blocks(self) -> list[str]:
         return [n for n, _ in self.model.named_modules() if n and self.plan.family.block_of(n) == n]
@@ -196,8 +244,8 @@ class _Loop:
             self.model.set_submodule(name, layer.to(old.weight.device).train(old.training))
         return replaced
 
-    def _call(self, index: int) -> None:
-        call(self.model, self.records[index].args, self.records[index].kwargs, device_of(self.model))
+    def _call(self, index: int) -> Any:
+        return call(self.model, self.records[index].args, self.records[index].kwargs, device_of(self.model))
 
     def _step(self, block: str, index: int, keep: bool = True) -> None:
         self.replay.advance(block, index, self.replay.inputs(block, index), keep)
@@ -206,14 +254,15 @@ class _Loop:
         """Runs all records with hooks on the rows' linears: one `Stat` per shared input, sharing checked on values."""
         stats, handles, current, seen = {}, [], {"stratum": "0/single"}, {}
         for row in rows:
-            self.gram |= dict.fromkeys(row.members, row.target.needs_gram)
+            gram = self.auto.needs_gram if self.survey else row.target.needs_gram
+            self.gram |= dict.fromkeys(row.members, gram)
         for members in (i for r in rows for i in r.inputs):
             stats[members[0]] = self._stat(members[0])
             for m in members:
                 handles.append(self._hook(m, members[0], stats, current, seen))
         try:
             for i, record in enumerate(self.records):
-                current |= {"stratum": record.stratum(BINS), "held_out": self._held_out(i)}
+                current |= {"stratum": record.stratum(BINS), "held_out": self._held_out(i), "weight": self.weights[i]}
                 seen.clear()
                 forward(i)
                 self.tick(1)
@@ -224,11 +273,11 @@ class _Loop:
 
     def _stat(self, name: str) -> Stat:
         width = self.model.get_submodule(name).in_features
-        return Stat(width, name=name, want_gram=self.gram.get(name, False), guidance=self.calibration.get("guidance"))
+        return Stat(width, name=name, want_gram=self.gram.get(name, False))
 
     def _held_out(self, index: int) -> bool:
-        """Whether a record only scores: every fifth one, if the recipe compares candidates."""
-        return False
+        """Whether a record only scores: every fourth one, while candidates are compared."""
+        return self.survey and len(self.records) > 3 and index % 4 == 3
 
     def _hook(self, name: str, first: str, stats: dict[str, Stat], current: dict, seen: dict):
         def hook(module, args, kwargs):
@@ -288,7 +337,9 @@ def dequantize_model(model: nn.Module) -> nn.Module:
         new = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
         new.weight = nn.Parameter(layer.dequantized_weight(), requires_grad=False)
         if layer.bias is not None:
-            new.bias = nn.Parameter(layer.bias.detach().to(layer.compute_dtype), requires_grad=False)
+            constant = layer.constant()
+            bias = layer.bias.detach() if constant is None else layer.bias.detach().to(torch.float32) + constant
+            new.bias = nn.Parameter(bias.to(layer.compute_dtype), requires_grad=False)
         model.set_submodule(name, new.train(layer.training))
     if hasattr(model, "dq_artifact"):
         del model.dq_artifact

@@ -38,11 +38,9 @@ class Stat:
         absmax: stratum -> float32 [K], max over tokens of |x_k|.
         total: stratum -> float32 [K], sum over tokens of |x_k|.
         count: stratum -> number of tokens.
-        sums: stratum -> float32 [K], sum over tokens of x_k.
         low: float32 [K], min over tokens of x_k; None before the first.
         name: what error messages call this input.
-        want_gram: whether E[x x^T] is collected, K x K numbers per CFG branch on the device of the inputs.
-        guidance: g of classifier-free guidance; how much a branch's error weighs in `gram` and `row_weights`.
+        want_gram: whether E[x x^T] is collected, K x K numbers on the device of the inputs.
     """
 
     width: int
@@ -50,19 +48,22 @@ class Stat:
     seed: int = 0
     name: str = "input"
     want_gram: bool = False
-    guidance: float | None = None
     absmax: dict[str, Tensor] = field(default_factory=dict)
     total: dict[str, Tensor] = field(default_factory=dict)
     count: dict[str, int] = field(default_factory=dict)
-    sums: dict[str, Tensor] = field(default_factory=dict)
     low: Tensor | None = None
 
     def __post_init__(self):
         self._seen, self._held = _Reservoir(self.width, self.capacity, self.seed), None
-        self._grams: dict[str, Tensor] = {}
+        self._gram: Tensor | None = None
+        self._moment, self._mass = torch.zeros(self.width), 0.0
 
-    def update(self, x: Tensor, stratum: str = "0/single", held_out: bool = False) -> None:
-        """Adds inputs [..., K]; those held out go into a sample of their own and into nothing else.
+    def update(self, x: Tensor, stratum: str = "0/single", *, weight: float = 1.0, held_out: bool = False) -> None:
+        """Adds inputs [..., K].
+
+        Args:
+            weight: how much errors on them count: in `gram`, `center`, and in how often they are sampled.
+            held_out: they go into a sample of their own and into nothing else.
 
         Raises:
             DQError: wrong width, or NaN/Inf (names the layer and the stratum).
@@ -73,24 +74,24 @@ class Stat:
         if not len(x):
             return
         check_finite(x, f"{self.name}: a calibration input (stratum {stratum})")
-        branch = stratum.rpartition("/")[2]
         if held_out:
             self._held = self._held or _Reservoir(self.width, self.capacity, self.seed + 1)
-            return self._held.add(x, branch)
+            return self._held.add(x, weight)
         a = x.abs()
-        self._merge(stratum, a.amax(0).cpu(), a.sum(0).cpu(), x.sum(0).cpu(), len(x))
+        self._merge(stratum, a.amax(0).cpu(), a.sum(0).cpu(), len(x))
         low = x.amin(0).cpu()
         self.low = low if self.low is None else torch.minimum(self.low, low)
+        self._moment += weight * x.sum(0).cpu()
+        self._mass += weight * len(x)
         if self.want_gram:
-            gram = x.T @ x
-            self._grams[branch] = self._grams[branch].add_(gram) if branch in self._grams else gram
-        self._seen.add(x, branch)
+            gram = (x.T @ x).mul_(weight)
+            self._gram = gram if self._gram is None else self._gram.add_(gram)
+        self._seen.add(x, weight)
 
-    def _merge(self, stratum: str, top: Tensor, total: Tensor, sums: Tensor, count: int) -> None:
+    def _merge(self, stratum: str, top: Tensor, total: Tensor, count: int) -> None:
         mine = self.absmax.get(stratum)
         self.absmax[stratum] = top if mine is None else torch.maximum(mine, top)
         self.total[stratum] = self.total.get(stratum, 0) + total
-        self.sums[stratum] = self.sums.get(stratum, 0) + sums
         self.count[stratum] = self.count.get(stratum, 0) + count
 
     @property
@@ -103,39 +104,17 @@ class Stat:
         """As `rows`, of the inputs held out; the ordinary sample if none was."""
         return (self._held or self._seen).rows
 
-    def held_weights(self) -> Tensor:
-        """float32 [rows of `held_rows`]: how much the error of each counts, see `guidance`; mean 1."""
-        branches = (self._held or self._seen).branches
-        weights = torch.tensor([self._branch_weight(b) for b in branches])
-        total = float(weights.sum())
-        return weights * (len(weights) / total) if total > 0 else torch.ones_like(weights)
-
-    def _branch_weight(self, branch: str) -> float:
-        """An independent error of a branch is amplified by guidance g: g^2 for cond, (g - 1)^2 for uncond."""
-        return 1.0 if self.guidance is None else _amplified(branch, self.guidance)
-
     def gram(self) -> Tensor | None:
-        """float32 [K, K]: E[x x^T] over all tokens, branches weighted by `guidance`; None unless it was asked for."""
-        if not self._grams:
-            return None
-        counts: dict[str, int] = {}
-        for stratum, n in self.count.items():
-            branch = stratum.rpartition("/")[2]
-            counts[branch] = counts.get(branch, 0) + n
-        weights = {b: self._branch_weight(b) for b in self._grams}
-        if not sum(weights.values()) > 0:
-            weights = dict.fromkeys(weights, 1.0)
-        total = sum(weights[b] * counts[b] for b in self._grams)
-        parts = [g * (weights[b] / total) for b, g in self._grams.items()]
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        """float32 [K, K]: E[x x^T] over all tokens, by weight; None unless it was asked for."""
+        return None if self._gram is None else self._gram / self._mass
 
     def mean(self) -> Tensor:
         """float32 [K]: E|x_k| over all tokens."""
         return torch.stack(list(self.total.values())).sum(0) / sum(self.count.values())
 
     def center(self) -> Tensor:
-        """float32 [K]: E[x_k] over all tokens."""
-        return torch.stack(list(self.sums.values())).sum(0) / sum(self.count.values())
+        """float32 [K]: E[x_k] over all tokens, by weight."""
+        return self._moment / self._mass
 
     def amax(self, merge: str = "max", *, guidance: float = 1.0, weight: Tensor | None = None) -> Tensor:
         """float32 [K]: the per-stratum maxima a_s merged into one.
@@ -163,7 +142,7 @@ class Stat:
         if merge == "mean":
             return [1.0] * len(tops)
         if merge == "cfg":
-            shares = [_amplified(s.rpartition("/")[2], guidance) for s in self.absmax]
+            shares = [amplified(s.rpartition("/")[2], guidance) for s in self.absmax]
             return shares if sum(shares) > 0 else [1.0] * len(tops)
         if merge == "spearman":
             if weight is None:
@@ -174,11 +153,12 @@ class Stat:
     def merge(self, other: Stat) -> Stat:
         """Adds what `other` saw."""
         for stratum, top in other.absmax.items():
-            self._merge(stratum, top, other.total[stratum], other.sums[stratum], other.count[stratum])
+            self._merge(stratum, top, other.total[stratum], other.count[stratum])
         if other.low is not None:
             self.low = other.low if self.low is None else torch.minimum(self.low, other.low)
-        for branch, gram in other._grams.items():
-            self._grams[branch] = self._grams[branch] + gram if branch in self._grams else gram
+        self._moment, self._mass = self._moment + other._moment, self._mass + other._mass
+        if other._gram is not None:
+            self._gram = other._gram if self._gram is None else self._gram + other._gram
         self._seen.merge(other._seen)
         if other._held is not None:
             self._held = self._held or _Reservoir(self.width, self.capacity, self.seed + 1)
@@ -187,27 +167,30 @@ class Stat:
 
 
 class _Reservoir:
-    """The rows with the largest random keys: a uniform sample of all rows seen, mergeable by construction."""
+    """A sample of all rows seen, mergeable by construction: the rows with the largest keys `u^(1 / weight)`, u uniform.
+
+    Source: Efraimidis and Spirakis, "Weighted random sampling with a reservoir" (2006).
+    """
 
     def __init__(self, width: int, capacity: int, seed: int):
         self.capacity, self._rng = capacity, torch.Generator().manual_seed(seed)
-        self.keys, self.rows, self.branches = torch.empty(0), torch.empty(0, width), []
+        self.keys, self.rows = torch.empty(0), torch.empty(0, width)
 
-    def add(self, x: Tensor, branch: str) -> None:
-        keys = torch.cat([self.keys, torch.rand(len(x), generator=self._rng)])
+    def add(self, x: Tensor, weight: float) -> None:
+        u = torch.rand(len(x), generator=self._rng)
+        keys = torch.cat([self.keys, u.log() / max(weight, 1e-12)])  # by the logarithm: the same order
         top = keys.topk(min(self.capacity, len(keys))).indices.sort().values
         old = top[top < len(self.keys)]
         new = top[top >= len(self.keys)] - len(self.keys)
         self.rows = torch.cat([self.rows[old], x[new.to(x.device)].cpu()])
-        self.branches = [self.branches[i] for i in old.tolist()] + [branch] * len(new)
         self.keys = keys[top]
 
     def merge(self, other: _Reservoir) -> None:
         keys, rows = torch.cat([self.keys, other.keys]), torch.cat([self.rows, other.rows])
-        top, branches = keys.topk(min(self.capacity, len(keys))).indices, self.branches + other.branches
-        self.keys, self.rows, self.branches = keys[top], rows[top], [branches[i] for i in top.tolist()]
+        top = keys.topk(min(self.capacity, len(keys))).indices
+        self.keys, self.rows = keys[top], rows[top]
 
 
-def _amplified(branch: str, guidance: float) -> float:
-    """Weight of a branch's squared error: `pred = g c - (g - 1) u` (arXiv 2207.12598)."""
+def amplified(branch: str, guidance: float) -> float:
+    """Weight of a branch's squared error under guidance g: `pred = g c - (g - 1) u` (arXiv 2207.12598)."""
     return {"cond": guidance**2, "uncond": (guidance - 1.0) ** 2}.get(branch, 1.0)

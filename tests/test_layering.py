@@ -21,6 +21,7 @@ ROWS = (
     ("linear",),
     ("kernels", "planning"),
     ("checkpoint", "resume", "group", "folding"),
+    ("auto",),
     ("loop",),
     ("eval", "pipelines"),
     ("showcase", "catalogue"),

@@ -29,6 +29,7 @@ class Job:
         x: sample [n, K] of the transformed input, or None.
         amax: largest |W'| over linears that must share a second-level scale, or None for the weight's own.
         hessian: E[x' x'^T] [K, K], or None if it was not collected.
+        mean: E[x'] [K] if the bias will take up what the mean loses: only deviations from it count then; else None.
         gain, noise: [K], the executed input as `gain * x' + e`, E[e^2] = noise; None for 16-bit activations.
         residual: S > 0 for dual residual channels: the last S columns are rounded twice.
     """
@@ -39,6 +40,7 @@ class Job:
     x: Tensor | None = None
     amax: Tensor | None = None
     hessian: Tensor | None = None
+    mean: Tensor | None = None
     gain: Tensor | None = None
     noise: Tensor | None = None
     residual: int = 0

@@ -125,6 +125,8 @@ def gptq(job: Job, damp: float = 0.01, order: bool = True, executed: bool = Fals
             f"{job.name}: the Hessian of the calibration inputs holds NaN or Inf; inputs too large to square?"
         )
     weight, hessian = job.weight.to(torch.float32), job.hessian.to(torch.float32)
+    if job.mean is not None:
+        hessian = hessian - torch.outer(job.mean, job.mean).to(hessian)
     if executed and job.noise is not None:
         weight, hessian = executed_target(weight, hessian, job.gain, job.noise)
     job = replace(job, weight=weight, hessian=hessian)

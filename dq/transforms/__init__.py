@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dq.columns import with_residual
 from dq.qtensor import fake_quantize
 from dq.registry import DQError, Registry
-from dq.columns import with_residual
 from dq.scales import find_rule
 from dq.spec import QuantSpec
 from dq.stats import Stat
@@ -182,6 +182,11 @@ class GroupState:
             mean = apply_steps(stat.center().to(gram)[None], self.steps) - base
             moved = moved + mean.T @ base + base.T @ mean + base.T @ base
         return moved
+
+    def mean(self, name: str) -> Tensor | None:
+        """E[x'] [K] of the transformed input that `name` receives; None without calibration."""
+        stat = self.stat(name)
+        return None if stat is None else apply_steps(stat.center().to(self.weights[name])[None], self.steps)[0]
 
     def executed(self, x: Tensor) -> Tensor:
         """What the activation grid, residual channels included, makes of the transformed input x' [n, K]."""

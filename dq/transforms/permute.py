@@ -35,19 +35,19 @@ def fit(state: GroupState) -> None:
     """
     state.require_stats("a permutation by channel maxima")
     index = channel_amax(state).argsort(stable=True)
-    state.add(Step("permute", {"index": index.to(torch.int32)}))
+    state.add(Step("permute", {"order": index.to(torch.int32)}))
 
 
 def _apply(x: Tensor, tensors: dict, params: dict) -> Tensor:
-    return x.index_select(-1, tensors["index"].to(x.device))
+    return x.index_select(-1, tensors["order"].to(x.device))
 
 
 def _unweight(w: Tensor, tensors: dict, params: dict) -> Tensor:
-    return torch.empty_like(w).index_copy_(-1, tensors["index"].to(w.device, torch.int64), w)
+    return torch.empty_like(w).index_copy_(-1, tensors["order"].to(w.device, torch.int64), w)
 
 
 def _buffers(width: int, params: dict) -> dict:
-    return {"index": ((width,), torch.int32)}
+    return {"order": ((width,), torch.int32)}
 
 
 TRANSFORMS.register(Transform("permute", fit, 2, _apply, _apply, _unweight, _buffers, needs_stats=True))
