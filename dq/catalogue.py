@@ -66,7 +66,7 @@ def _first_line(text: str | None) -> str:
 
 def _transforms() -> list[str]:
     return [
-        f"{t.name:<22} {_first_line(t.fit.__doc__)}{' Needs calibration.' if t.needs_stats else ''}" for t in TRANSFORMS
+        f"{t.name:<22} {_first_line(t.fit.__doc__)}{' Needs calibration.' if t.calibrated({}) else ''}" for t in TRANSFORMS
     ]
 
 

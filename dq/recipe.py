@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dq.registry import DQError, check_fields, check_params, suggest, typed
+from dq.rewrites import REWRITES, check_rewrites
 from dq.rounding import ROUNDINGS
 from dq.scales import find_rule
 from dq.spec import QuantSpec
@@ -49,28 +50,17 @@ class Target:
 
     @property
     def needs_calibration(self) -> bool:
-        kinds = [TRANSFORMS.get(n) for n, _ in self.transforms]
+        kinds = [(TRANSFORMS.get(n), dict(p)) for n, p in self.transforms]
         static = self.activations is not None and self.activations.strategy == "tensor"
-        weighted = bool(find_rule(self.weights).needs)
-        return (
-            self.bias_correction
-            or static
-            or weighted
-            or any(t.needs_stats for t in kinds)
-            or ROUNDINGS.get(self.rounding).needs_stats
-        )
+        weighted = bool(find_rule(self.weights).needs) or ROUNDINGS.get(self.rounding).needs_stats
+        fitted = any(kind.calibrated(params) or kind.needs_gram(params) for kind, params in kinds)
+        return self.bias_correction or static or weighted or fitted
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Target:
         data = dict(typed(data, dict, "a recipe section is a table, e.g. [linear] above weights = 'int8/channel'"))
-        transforms = []
-        for item in typed(data.pop("transforms", []), (list, tuple), "transforms is a list"):
-            item = (
-                {"name": item} if isinstance(item, str) else dict(typed(item, dict, "a transform is a name or table"))
-            )
-            if "name" not in item:
-                raise DQError(f"a transform needs a name, e.g. {{ name = 'smooth', alpha = 0.5 }}; got {item}")
-            transforms.append((item.pop("name"), tuple(sorted(item.items()))))
+        listed = data.pop("transforms", [])
+        transforms = _named(listed, "transform", "transforms is a list of names or tables, { name = 'smooth', ... }")
         weights = _spec(data.pop("weights", None))
         if weights is None:
             raise DQError("a recipe section needs weights, e.g. weights = 'int8/channel'")
@@ -79,7 +69,7 @@ class Target:
         if data:
             known = ("weights", "activations", "transforms", "rounding", "bias_correction")
             raise DQError(f"unknown recipe word {min(data)!r}{suggest(min(data), known)}")
-        return cls(weights, activations, tuple(transforms), *rounding, bias)
+        return cls(weights, activations, transforms, *rounding, bias)
 
     def to_dict(self) -> dict[str, Any]:
         out: dict[str, Any] = {"weights": self.weights.to_dict()}
@@ -99,6 +89,17 @@ class Target:
         kinds = [(TRANSFORMS.get(n), dict(p)) for n, p in self.transforms]
         hessian = find_rule(self.weights).needs == "hessian" or ROUNDINGS.get(self.rounding).needs_gram
         return hessian or any(kind.needs_gram(params) for kind, params in kinds)
+
+
+def _named(items: Any, kind: str, what: str) -> tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]:
+    """(name, params) of a list of names or tables."""
+    out = []
+    for item in typed(items, (list, tuple), what):
+        item = {"name": item} if isinstance(item, str) else dict(typed(item, dict, what))
+        if "name" not in item:
+            raise DQError(f"a {kind} needs a name, e.g. {{ name = 'smooth', alpha = 0.5 }}; got {item}")
+        out.append((item.pop("name"), tuple(sorted(item.items()))))
+    return tuple(out)
 
 
 def _rounding(value: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
@@ -240,9 +241,11 @@ class Recipe:
     multiple: int = 1
     description: str = ""
     auto: Auto | None = None
+    rewrites: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
 
     def __post_init__(self):
         check_fields(self)
+        check_rewrites([(name, dict(params)) for name, params in self.rewrites])
         for rule in self.rules:
             typed(rule, Rule, "the rules of a recipe are dq.recipe.Rule values")
         if self.min_features < 0 or self.multiple < 1:
@@ -253,7 +256,8 @@ class Recipe:
     @property
     def needs_calibration(self) -> bool:
         targets = [self.linear, self.modulation, *(r.target for r in self.rules)]
-        return self.auto is not None or any(t.needs_calibration for t in targets if t is not None)
+        batches = any(REWRITES.get(name).needs_batches for name, _ in self.rewrites)
+        return batches or self.auto is not None or any(t.needs_calibration for t in targets if t is not None)
 
     def with_(self, **changes: Any) -> Recipe:
         """A copy with some fields changed, e.g. `recipe.with_(min_features=16)`."""
@@ -277,6 +281,7 @@ class Recipe:
             modulation=None if modulation is None else Target.from_dict(modulation),
             rules=tuple(_rule(r) for r in typed(data.pop("rules", []), (list, tuple), "each rule begins [[rules]]")),
             auto=auto,
+            rewrites=_named(data.pop("rewrites", []), "rewrite", "rewrites is a list of names or tables"),
             **data,
         )
 
@@ -289,6 +294,8 @@ class Recipe:
                 {"match": r.match} | ({"keep": r.reason} if r.target is None else r.target.to_dict())
                 for r in self.rules
             ]
+        if self.rewrites:
+            out["rewrites"] = [{"name": n, **dict(p)} for n, p in self.rewrites]
         if self.auto is not None:
             out["auto"] = self.auto.to_dict()
         return out | {"min_features": self.min_features, "multiple": self.multiple}

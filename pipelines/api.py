@@ -23,6 +23,7 @@ from dq.planning import Plan, make_plan
 from dq.recipe import Recipe
 from dq.records import Record, digest, tensors
 from dq.registry import DQError, suggest, typed
+from dq.rewrites import rewrite
 
 
 def _models(obj: Any, components: str | Sequence[str] | None) -> dict[str, nn.Module]:
@@ -125,6 +126,8 @@ def quantize(
     reports = {}
     for name, model in models.items():
         found, described = records.get(name, ([], {}))
+        if plans[name].recipe.rewrites:
+            plans[name] = _rewritten(model, plans[name], found, skip)
         folder = f"{resume}/{name}" if resume and name else resume
         reports[name] = quantize_model(
             model, plans[name], found, device=device, resume=folder, calibration=described, progress=bar
@@ -133,6 +136,17 @@ def quantize(
             layer.activations_mode = activations or "auto"
         attach(model)
     return replace(_merge(reports), seconds=time.perf_counter() - start)
+
+
+def _rewritten(model: nn.Module, planned: Plan, records: Sequence[Record], skip: Sequence[str]) -> Plan:
+    """Applies the recipe's rewrites to the 16-bit model and plans anew: a rewrite may untie weights or add biases."""
+    rewrite(model, planned.recipe.rewrites, batches=[_keywords(model, r) for r in records])
+    return make_plan(model, planned.recipe, [p for p in skip or () if _matches_any(model, p)])
+
+
+def _keywords(model: nn.Module, record: Record) -> dict[str, Any]:
+    """A record's call by keywords."""
+    return dict(inspect.signature(model.forward).bind(*record.args, **record.kwargs).arguments)
 
 
 def _silent(*args: Any, **kwargs: Any):

@@ -137,7 +137,7 @@ MISTAKES = [
     (BASE + "[[rules]]\nkeep = 'x'\n", r"a recipe rule needs match = 'pattern'"),
     (BASE + "[[rules]]\nmatch = 'x'\nwieghts = 'int8'\n", r"needs weights|unknown recipe word 'wieghts'"),
     ("name = 'x'\nlinear = 'int8/channel'\n", r"a recipe section is a table, .* got 'int8/channel'"),
-    (BASE + "transforms = 'smooth'\n", r"transforms is a list; got 'smooth'"),
+    (BASE + "transforms = 'smooth'\n", r"transforms is a list of names or tables"),
     (BASE + "[rules]\nmatch = 'x'\n", r"each rule begins \[\[rules\]\]; got {'match': 'x'}"),
     ("name = [\n", r"cannot read the recipe .*recipe\.toml"),
     # values of a wrong type or out of range
@@ -163,7 +163,7 @@ MISTAKES = [
     (BASE + "[[rules]]\nmatch = 'x'\nkeep = false\n", r"keep = 'the reason' leaves 'x' in 16 bits.* got False"),
     (BASE + "[[rules]]\nmatch = 'x'\nkeep = 'y'\nweights = 'int8/channel'\n", r"without any other word; got 'y'"),
     (BASE + "rounding = 3\n", r"rounding is a name or a table"),
-    (BASE + "transforms = [5]\n", r"a transform is a name or table; got 5"),
+    (BASE + "transforms = [5]\n", r"transforms is a list of names or tables"),
     (BASE + "transforms = [{ name = 5 }]\n", r"unknown transform 5"),
     (BASE + "transforms = [{ name = 'lowrank', rank = -1 }]\n", r"'lowrank' got {'rank': -1}: rank is at least 0"),
     (BASE + "transforms = [{ name = 'lowrank', rank = 'a' }]\n", r"'lowrank' takes rank as int; got 'a'"),

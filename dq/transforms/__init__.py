@@ -45,7 +45,7 @@ class Transform:
         buffers: `(K, params) -> {key: shape}` of the float32 tensors that `apply` needs at run time; `(shape, dtype)`
             in place of a shape for another dtype.
         order: place in the fixed order of composition (shift 0, diagonal 1, permutation 2, rotation 3, low rank 4).
-        needs_stats: whether `fit` cannot work without calibration.
+        needs_stats: whether `fit` cannot work without calibration: a bool, or `(params) -> bool`.
         needs_gram: `(params) -> bool`: whether `fit` wants E[x x^T] beside maxima and a sample.
         planned: `((N, K), parts of K, params, name) -> Planned`; default: one step of this name without parameters.
         check: `(params) -> complaint`, "" if `fit` can work with values of the right types. Asked when a recipe is
@@ -59,10 +59,14 @@ class Transform:
     weight: Callable[[Tensor, dict, dict], Tensor] | None = None
     unweight: Callable[[Tensor, dict, dict], Tensor] | None = None
     buffers: Callable[[int, dict], dict[str, Any]] | None = None
-    needs_stats: bool = False
+    needs_stats: bool | Callable[[dict], bool] = False
     needs_gram: Callable[[dict], bool] = lambda params: False
     planned: Callable[[tuple[int, int], tuple[int, ...], dict, str], Planned] | None = None
     check: Callable[[dict], str] = lambda params: ""
+
+    def calibrated(self, params: dict) -> bool:
+        """Whether `fit` cannot work without calibration with these parameters."""
+        return self.needs_stats(params) if callable(self.needs_stats) else self.needs_stats
 
     def plan(self, shape: tuple[int, int], parts: tuple[int, ...], params: dict, name: str = "it") -> Planned:
         """What the transform will leave behind on a linear [N, K]; refuses what could not be fitted."""

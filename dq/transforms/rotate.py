@@ -166,5 +166,15 @@ def _planned(shape: tuple[int, int], parts: tuple[int, ...], params: dict, name:
 
 
 TRANSFORMS.register(
-    Transform("rotate", fit, 3, apply=_apply, weight=_apply, unweight=_unweight, planned=_planned, check=_check)
+    Transform(
+        "rotate",
+        fit,
+        order=3,
+        apply=_apply,
+        weight=_apply,
+        unweight=_unweight,
+        needs_stats=lambda params: params.get("kind") == "auto",
+        planned=_planned,
+        check=_check,
+    )
 )

@@ -143,7 +143,7 @@ def test_steps_hold_the_declared_tensors(name):
 def test_calibration_is_asked_for_where_needed(name):
     state, x = build("qkv", calibrated=False)
     raw = {m: w.clone() for m, w in state.weights.items()}
-    if TRANSFORMS.get(name).needs_stats:
+    if TRANSFORMS.get(name).calibrated({}):
         with pytest.raises(DQError, match=r"needs calibration.*layer q"):
             TRANSFORMS.get(name).fit(state)
     else:
