@@ -123,7 +123,15 @@ def _add_bench(sub) -> None:
     q.add_argument("--repeat", type=int, default=5, help="timed calls, the median counts (default 5)")
     q.add_argument("--reference", action="store_true", help="time the torch reference on the same device too")
     q.set_defaults(run=commands.bench_quantize)
-    for one in (p, q):
+    m = kinds.add_parser("methods", help="every method on the demo model: bits, seconds, model error, images")
+    m.add_argument("--only", nargs="+", metavar="METHOD", help="names as --list prints them")
+    m.add_argument("--list", action="store_true", help="print the names and stop")
+    m.add_argument("--outliers", action="store_true", help="with injected outlier channels")
+    m.add_argument("--prompts", type=int, default=8, help="images per method (default 8)")
+    m.add_argument("--records", type=int, default=128, help="denoiser calls for the model error (default 128)")
+    m.add_argument("--markdown", metavar="FILE", help="also write the table as Markdown")
+    m.set_defaults(run=commands.bench_methods)
+    for one in (p, q, m):
         one.add_argument("--device", help="cuda or cpu")
         one.add_argument("--json", metavar="FILE", help="also write the numbers and all versions as JSON")
 

@@ -298,6 +298,27 @@ def bench_quantize(args: argparse.Namespace) -> None:
     _write_json(result, args.json)
 
 
+def bench_methods(args: argparse.Namespace) -> None:
+    """`dq bench methods`."""
+    from dq import checks
+    from dq.eval.bench import methods
+    from dq.eval.environment import describe
+    from dq.showcase import bench_methods as run
+
+    if args.list:
+        print("\n".join(methods.names()))
+        return
+    _check_reports(args)
+    table = run(args.only, outliers=args.outliers, prompts=args.prompts, records=args.records, device=args.device)
+    title = (
+        f"demo model{' with injected outliers' if args.outliers else ''}, {args.records} calls, {args.prompts} images"
+    )
+    print(title, methods.text(table), sep="\n")
+    if args.markdown:
+        methods.write_markdown(table, title, args.markdown)
+    _write_json({"title": title, "methods": table, "environment": describe(checks.device(args.device))}, args.json)
+
+
 def _check_reports(args: argparse.Namespace) -> None:
     from dq import checks
 
