@@ -26,7 +26,7 @@ from dq.qtensor import QTensor
 from dq.scales import ceil_log2, divide, power
 
 _TARGETS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float16: 1, torch.int8: 2}
-_KINDS = ("int4", "e2m1", "int8", "e4m3")
+KINDS = ("int4", "e2m1", "int8", "e4m3")
 
 
 def _pow2(n: int) -> int:
@@ -62,7 +62,7 @@ def _launch(codes, scale, unit, up, kind, group, rows, k, width, dtype) -> tuple
     rank = 0 if up is None else up.shape[1]
     extra = width - k
     options = dict(
-        KIND=_KINDS.index(kind), SCALE=scale_kind(scale), UNIT=unit_kind(unit), TARGET=_TARGETS[dtype],
+        KIND=KINDS.index(kind), SCALE=scale_kind(scale), UNIT=unit_kind(unit), TARGET=_TARGETS[dtype],
         FP8=native_fp8(codes.device), GROUPS=_pow2(groups), RANK=_pow2(rank) if rank else 0,
         EXTRA=_pow2(extra) if extra else 0,
     )  # fmt: skip

@@ -7,7 +7,15 @@ import triton
 import triton.language as tl
 
 from dq.kernels.gemm.jit.decode import (
-    INT4, POWER, SMALL_FLOAT, byte_value, nibble, power_of_two, scale_value, shift_for, small_float, to_e4m3,
+    INT4,
+    SMALL_FLOAT,
+    byte_value,
+    nibble,
+    power_of_two,
+    scale_value,
+    shift_for,
+    small_float,
+    to_e4m3,
 )  # fmt: skip
 
 TO_E4M3, TO_FLOAT, TO_INT8 = (tl.constexpr(i) for i in range(3))
