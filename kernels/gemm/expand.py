@@ -3,7 +3,8 @@
     E4M3   w = e4m3 * base,  base float32 [N]: one factor per row, which the GEMM applies at its end
            scale per row                       base = scale (codes are exact in E4M3)
            E4M3 block scales (NVFP4)           base = 8 * second level,  e4m3 = E4M3(code * scale / 8)
-           groups of INT4, MXFP4               base = largest scale of the row / 32, / 64,  e4m3 = E4M3(code * scale / base)
+           other groups                        base = largest scale of the row / 32 (INT4) or / 64 (MXFP4),
+                                               e4m3 = E4M3(code * scale / base)
     float  code * scale * second level, rounded once
     INT8   the codes of INT4
 
@@ -133,7 +134,7 @@ def expand(
         up: [N, r] low-rank factor whose 3r columns follow the K of the weight (E4M3 only).
         width: columns of the result, the last ones zero; default K, or K + 3r.
     """
-    lay, (n, k) = layouts.layout_of(weight.spec), weight.shape
+    lay, k = layouts.layout_of(weight.spec), weight.shape[1]
     codes, scale, unit = layouts.parts(weight)
     width = width or k + (0 if up is None else 3 * up.shape[1])
     return _expand(codes, scale, unit, up, lay.kind, lay.group, lay.rows, k, width, dtype)

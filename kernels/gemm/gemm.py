@@ -17,7 +17,7 @@ GROUPS = (0, 32, 64, 128)  # columns of a group that the kernel takes; 0 for one
 
 
 def _tiles(m: int, n: int, group: int, on_gpu: bool) -> dict[str, int]:
-    """Block sizes: 128 x 256 fills a Hopper tensor core; fewer rows take smaller tiles; the interpreter the smallest."""
+    """Block sizes: 128 x 256 suits Hopper; fewer rows take smaller tiles, the interpreter the smallest."""
     if not on_gpu:
         return dict(BM=16, BN=16, BK=group or 32, BAND=2, num_warps=4, num_stages=1)
     if group:

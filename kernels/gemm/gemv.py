@@ -72,6 +72,7 @@ def _launch(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
     size = shape["BYTES"] * (2 if lay.bits == 4 else 1)
     steps = -(-k // size)
     tile = _blocks(m, n, steps, x.device)
+    dtype = tl.float32 if not x.is_cuda else tl.float16 if half else tl.bfloat16
     partial, counter = out, out
     if tile["SPLIT"] > 1:
         partial = torch.empty(tile["SPLIT"], m, n, dtype=torch.float32, device=x.device)
@@ -82,7 +83,7 @@ def _launch(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
         out if bias is None else bias, out, partial, counter,
         m, n, k, scale.shape[1], codes.shape[1], rows or n, steps,
         KIND=expansion.KINDS.index(kind), SCALE=expansion.scale_kind(scale), UNIT=expansion.unit_kind(unit),
-        BIAS=bias is not None, DTYPE=tl.float32 if not x.is_cuda else tl.float16 if half else tl.bfloat16, ASM=x.is_cuda, EVEN=k % size == 0, **shape, **tile,
+        BIAS=bias is not None, dtype=dtype, ASM=x.is_cuda, EVEN=k % size == 0, **shape, **tile,
     )  # fmt: skip
     return out
 
