@@ -48,13 +48,13 @@ def _too_small(lay: Layout, scale: Tensor, half: bool) -> bool:
     return lay.bits == 4 and scale.shape[1] > 1 and _geometry(lay, scale, half)["BYTES"] < 16
 
 
-def _blocks(m: int, n: int, steps: int, device: torch.device) -> dict[str, int]:
+def _blocks(m: int, n: int, steps: int, device: torch.device) -> tuple[dict[str, int], int]:
     """Tile and split of K: enough programs of one warp to keep the memory of every multiprocessor busy."""
     on_gpu = device.type == "cuda"
     bn, bm = 32 if on_gpu else 16, 8 if m <= 8 else 16
     tiles = -(-n // bn)
     split = max(1, min(16 * multiprocessors(device.index if on_gpu else None) // tiles, steps // 4, 32))
-    return dict(BN=bn, BM=bm, SPLIT=split, num_warps=1, num_stages=5 if on_gpu else 1)
+    return dict(BN=bn, BM=bm, SPLIT=split > 1, num_warps=1, num_stages=5 if on_gpu else 1), split
 
 
 def _launch(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
@@ -71,17 +71,17 @@ def _launch(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
     shape = _geometry(lay, scale, half)
     size = shape["BYTES"] * (2 if lay.bits == 4 else 1)
     steps = -(-k // size)
-    tile = _blocks(m, n, steps, x.device)
+    tile, split = _blocks(m, n, steps, x.device)
     dtype = tl.float32 if not x.is_cuda else tl.float16 if half else tl.bfloat16
     partial, counter = out, out
-    if tile["SPLIT"] > 1:
-        partial = torch.empty(tile["SPLIT"], m, n, dtype=torch.float32, device=x.device)
+    if split > 1:
+        partial = torch.empty(split, m, n, dtype=torch.float32, device=x.device)
         counter = _counters(x.device, -(-n // tile["BN"]))
     scale_bytes = expansion.as_bytes(scale)
-    gemv_kernel[(-(-n // tile["BN"]), tile["SPLIT"])](
+    gemv_kernel[(-(-n // tile["BN"]), split)](
         x.contiguous(), expansion.as_bytes(codes).view(torch.uint8), scale_bytes, scale_bytes if unit is None else unit,
         out if bias is None else bias, out, partial, counter,
-        m, n, k, scale.shape[1], codes.shape[1], rows or n, steps,
+        m, n, k, scale.shape[1], codes.shape[1], rows or n, steps, split,
         KIND=expansion.KINDS.index(kind), SCALE=expansion.scale_kind(scale), UNIT=expansion.unit_kind(unit),
         BIAS=bias is not None, dtype=dtype, ASM=x.is_cuda, EVEN=k % size == 0, **shape, **tile,
     )  # fmt: skip

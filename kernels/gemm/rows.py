@@ -32,16 +32,18 @@ def activate(
     Args:
         steps: input steps, applied in float32.
         grid: activation grid.
-        target: `e4m3`: values in E4M3, of 4-bit grids `element * block scale` rounded to it; `int8`: integer codes.
+        target: `e4m3`: values in E4M3, of 4-bit grids `element * block scale` rounded to it; `int8`: integer codes;
+            `block`: codes of an FP8 grid in groups.
         residual, dual: S columns Q(x'_o - q_o) for the last S ones o, and q_o again, behind the K of x.
         extra: low-rank input t [M, r], appended as [T1 | T2 | T1] (see dq.kernels.gemm.expand), `e4m3` only.
         width: columns of the result, the last ones zero.
     """
     x32 = apply_steps(x.to(torch.float32), steps)
-    if target == "int8":
-        scales = choose_scale(x32, grid)
-        codes = grid.fmt.unpack_values(encode(x32, scales, grid).codes, grid.padded_width(x.shape[1]))
-        return codes[:, : x.shape[1]].to(torch.int8), scales.scale.to(torch.float32)
+    if target != "e4m3":
+        q = encode(x32, choose_scale(x32, grid), grid)
+        codes = grid.fmt.unpack_values(q.codes, grid.padded_width(x.shape[1])) if target == "int8" else q.codes
+        codes = codes.to(torch.int8) if target == "int8" else codes
+        return codes[:, : x.shape[1]], q.scale.to(torch.float32)
     value, scale = _token(x32, extra) if grid == FP8 else _executed(x32, grid, extra)
     parts = [value]
     if residual:
@@ -82,3 +84,10 @@ def _executed(x: Tensor, grid: QuantSpec, extra: Tensor | None) -> tuple[Tensor,
     codes = grid.fmt.unpack_values(encode(x, scales, grid).codes, grid.padded_width(x.shape[1]))
     steps = (block / row).repeat_interleave(grid.columns or x.shape[1], 1)[:, : x.shape[1]]
     return codes[:, : x.shape[1]] * steps, row if factor is None else row * factor
+
+
+def pack(x: Tensor, steps: list[Step], grid: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, block scales [M, G], second level float32 [M] or None) of `pre(x)`, for block-scaled products."""
+    x32 = apply_steps(x.to(torch.float32), steps)
+    q = encode(x32, choose_scale(x32, grid), grid)
+    return q.codes, q.scale, None if q.global_scale is None else q.global_scale.reshape(-1)

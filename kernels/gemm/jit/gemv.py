@@ -152,7 +152,7 @@ def _step(
 
 
 @triton.jit
-def _merged(total, partial_ptr, counter_ptr, n, m, row, token, SPLIT: tl.constexpr):
+def _merged(total, partial_ptr, counter_ptr, n, m, row, token, split):
     """(sum over all programs of this tile, whether this one came last). They add up in the order of their numbers, so
     bits do not depend on which came last; the counter is left at 0 for the next launch."""
     tile, mine = tl.program_id(0), tl.program_id(1)
@@ -161,10 +161,10 @@ def _merged(total, partial_ptr, counter_ptr, n, m, row, token, SPLIT: tl.constex
     size = m.to(tl.int64) * n
     tl.store(at + mine * size, total, mask=inside)
     tl.debug_barrier()
-    last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
+    last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == split - 1
     if last:
         total = tl.zeros_like(total)
-        for i in range(SPLIT):
+        for i in range(split):
             total += tl.load(at + i * size, mask=inside, other=0.0, cache_modifier=".cg")
         tl.store(counter_ptr + tile, 0)
     return total, last
@@ -173,25 +173,25 @@ def _merged(total, partial_ptr, counter_ptr, n, m, row, token, SPLIT: tl.constex
 @triton.jit
 def gemv_kernel(
     x_ptr, w_ptr, scale_ptr, unit_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr,
-    m, n, k, groups, stride, rows_per_scale, steps,
+    m, n, k, groups, stride, rows_per_scale, steps, split,
     KIND: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr, BIAS: tl.constexpr, dtype: tl.constexpr,
     ASM: tl.constexpr, EVEN: tl.constexpr, BYTES: tl.constexpr, INSIDE: tl.constexpr, PER_STEP: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """out[m, n] = sum_k x[m, k] w[n, k] + bias[n]; a program takes BN rows of W and every K range of `SPLIT`.
+    """out[m, n] = sum_k x[m, k] w[n, k] + bias[n]; a program takes BN rows of W and one of `split` ranges of K.
 
     Args:
         w_ptr: uint8 [N, stride]; scale_ptr: [ceil(N / rows_per_scale), groups].
         dtype: of x, in which codes are exact; float32 in the interpreter, which has no products of BF16.
         INSIDE: bytes that share a scale, multiplied into the codes, for groups smaller than a step; else 0.
         PER_STEP: a step is one group, whose partial sum is scaled; else (both off) the row's scale comes at the end.
-        partial_ptr, counter_ptr: float32 [SPLIT, M, N] and int32 zeros [programs(0)], for SPLIT > 1.
+        partial_ptr, counter_ptr: float32 [split, M, N] and int32 zeros [programs(0)], if SPLIT (split > 1).
     """
     row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     token = tl.arange(0, BM)
     safe = tl.where(row < n, row, 0)
     SIZE: tl.constexpr = BYTES * (2 if KIND < 2 else 1)
-    each = tl.cdiv(steps, SPLIT)
+    each = tl.cdiv(steps, split)
     first = tl.program_id(1) * each
     x_at = x_ptr + token[:, None] * k + first * SIZE + tl.arange(0, SIZE)[None, :]
     w_at = w_ptr + safe[:, None] * stride + first * BYTES + tl.arange(0, BYTES)[None, :]
@@ -205,8 +205,8 @@ def gemv_kernel(
         x_at += SIZE
         w_at += BYTES
     last = True
-    if SPLIT > 1:
-        total, last = _merged(total, partial_ptr, counter_ptr, n, m, row, token, SPLIT)
+    if SPLIT:
+        total, last = _merged(total, partial_ptr, counter_ptr, n, m, row, token, split)
     if last:
         if INSIDE == 0 and not PER_STEP:
             total = total * scale_value(tl.load(scale_at), SCALE)[:, None]
