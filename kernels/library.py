@@ -23,6 +23,7 @@ def interpreted() -> bool:
 
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
+    """Whether Triton is installed; it is not imported."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -55,8 +56,9 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def native_fp8(device: torch.device) -> bool:
-    """Whether the device converts to E4M3 by itself; else (Ampere, interpreter) kernels do it by integer arithmetic."""
-    return capability(device) >= (8, 9)
+    """Whether a cast to E4M3 is one correctly rounded instruction; else kernels do it by integer arithmetic (on Ada
+    Triton's cast goes through FP16, truncated)."""
+    return capability(device) >= (9, 0)
 
 
 @lru_cache(maxsize=8)
