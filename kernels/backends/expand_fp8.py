@@ -19,7 +19,7 @@ from dq.kernels.gemm import gemm, layout, rows
 from dq.kernels.gemm.expand import expand
 from dq.ops import BACKENDS, Backend, LinearParams, own_grid
 
-_ALIGN, _ALIGN_EXTRA = 16, 64  # columns of a product; with columns behind K cuBLASLt is faster at whole tiles
+_ALIGN, _ALIGN_EXTRA = 16, 128  # columns of a product; with columns behind K cuBLASLt is faster at whole tiles
 _GRIDS = ("int4", "int4_wide", "int4_full", "fp4_e2m1")
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dq.kernels.gemm import layout as layouts
 from dq.kernels.gemm.layout import Layout
-from dq.kernels.library import define, native_fp8
+from dq.kernels.library import capability, define, native_fp8
 from dq.qtensor import QTensor
 from dq.scales import ceil_log2, divide, power
 
@@ -50,33 +50,58 @@ def unit_kind(unit: Tensor | None) -> int:
 
 
 def _launch(codes, scale, unit, up, kind, group, rows, k, width, dtype) -> tuple[Tensor, Tensor]:
-    from dq.kernels.gemm.jit.expand import expand_kernel
-
     n, groups = len(codes), scale.shape[1]
     out = torch.empty(n, width, dtype=dtype, device=codes.device)
     base = torch.empty(n, dtype=torch.float32, device=codes.device)
-    eight = kind in ("int8", "e4m3")
-    size = (group if groups > 1 else 0) or 64  # elements that a tile takes at one scale
-    columns = 1024 if codes.is_cuda else 128
-    tile = dict(BYTES=size if eight else size // 2, BG=max(1, columns // size), BN=4 if codes.is_cuda else 8)
-    steps = -(-k // (size * tile["BG"]))
-    rank = 0 if up is None else up.shape[1]
-    extra = width - k
+    if not n or not width:
+        return out, base
+    rank, extra = 0 if up is None else up.shape[1], width - k
+    scales = as_bytes(scale)
+    data = (scales, scales if unit is None else unit, scales if up is None else up, as_bytes(out))
+    sizes = (n, k, groups)
     options = dict(
-        KIND=KINDS.index(kind), SCALE=scale_kind(scale), UNIT=unit_kind(unit), TARGET=_TARGETS[dtype],
-        FP8=native_fp8(codes.device), GROUPS=_pow2(groups), RANK=_pow2(rank) if rank else 0,
-        EXTRA=_pow2(extra) if extra else 0,
+        KIND=KINDS.index(kind), SCALE=scale_kind(scale), UNIT=unit_kind(unit), FP8=native_fp8(codes.device),
+        GROUPS=_pow2(groups), RANK=_pow2(rank) if rank else 0, EXTRA=_pow2(extra) if extra else 0, num_warps=4,
     )  # fmt: skip
-    blocks = -(-n // tile["BN"])
-    grid = (blocks, max(1, min(steps, 2048 // blocks)))
-    scale = as_bytes(scale)
-    if n and width:
-        expand_kernel[grid](
-            as_bytes(codes).view(torch.uint8), scale, scale if unit is None else unit, scale if up is None else up,
-            as_bytes(out), base, n, k, groups, codes.shape[1], rank, width, rows or n, steps,
-            **options, **tile, num_warps=4,
-        )  # fmt: skip
+    size = (group if groups > 1 else 0) or 64  # elements that a tile takes at one scale
+    words = dtype == torch.float8_e4m3fn and capability(codes.device) >= (8, 9) and not (k % 8 or width % 4)
+    if words and codes.shape[1] % 4 == 0:
+        _launch_words(codes, data, base, sizes, rank, width, rows or n, size, options)
+    else:
+        _launch_values(codes, data, base, sizes, rank, width, rows or n, size, options | dict(TARGET=_TARGETS[dtype]))
     return out, base
+
+
+def _grid(n: int, bn: int, steps: int) -> tuple[int, int]:
+    """Programs over rows, and over columns where rows alone are too few to fill a GPU."""
+    blocks = -(-n // bn)
+    return blocks, max(1, min(steps, 2048 // blocks))
+
+
+def _launch_values(codes, data, base, sizes, rank, width, rows, size, options) -> None:
+    from dq.kernels.gemm.jit.expand import expand_kernel
+
+    scale, unit, up, out = data
+    eight = options["KIND"] >= 2
+    tile = dict(BYTES=size if eight else size // 2, BN=4 if codes.is_cuda else 8)
+    tile["BG"] = max(1, (1024 if codes.is_cuda else 128) // size)
+    steps = -(-sizes[1] // (size * tile["BG"]))
+    expand_kernel[_grid(sizes[0], tile["BN"], steps)](
+        as_bytes(codes).view(torch.uint8), scale, unit, up, out, base,
+        *sizes, codes.shape[1], rank, width, rows, steps, **options, **tile,
+    )  # fmt: skip
+
+
+def _launch_words(codes, data, base, sizes, rank, width, rows, size, options) -> None:
+    from dq.kernels.gemm.jit.words import expand_words_kernel
+
+    scale, unit, up, out = data
+    tile = dict(WORDS=size // 8, BN=4, BG=max(1, 1024 // size))
+    steps = -(-sizes[1] // (size * tile["BG"]))
+    expand_words_kernel[_grid(sizes[0], tile["BN"], steps)](
+        codes.view(torch.int32), scale, unit, up, out, out.view(torch.int32), base,
+        *sizes, codes.shape[1] // 4, rank, width, rows, steps, **options, **tile,
+    )  # fmt: skip
 
 
 def _reference(codes, scale, unit, up, kind, group, rows, k, width, dtype) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dq.kernels.activation import api
 from dq.kernels.gemm.expand import two_stages
 from dq.qtensor import choose_scale, effective_scale, encode
 from dq.scales import ceil_log2, divide, power
@@ -27,19 +28,34 @@ def activate(
     extra: Tensor | None = None,
     width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(codes [M, width], scale float32 [M, 1] or [M, G]) of `pre(x)` for x [M, K].
+    """(codes [M, width], scale float32 [M, 1]; [M, G] of INT4 and FP8 in groups) of `pre(x)` for x [M, K].
 
     Args:
         steps: input steps, applied in float32.
         grid: activation grid.
-        target: `e4m3`: values in E4M3, of 4-bit grids `element * block scale` rounded to it; `int8`: integer codes;
-            `block`: codes of an FP8 grid in groups.
+        target: `e4m3`: values in E4M3, of 4-bit grids `element * block scale` rounded to it; `int8`: integer codes.
         residual, dual: S columns Q(x'_o - q_o) for the last S ones o, and q_o again, behind the K of x.
         extra: low-rank input t [M, r], appended as [T1 | T2 | T1] (see dq.kernels.gemm.expand), `e4m3` only.
         width: columns of the result, the last ones zero.
     """
+    if not api.why_not(steps, grid, target, x.shape[1], residual):
+        return api.activate(x, steps, grid, target, residual, dual, extra, width)
+    return by_torch(x, steps, grid, target, residual, dual, extra, width)
+
+
+def by_torch(
+    x: Tensor,
+    steps: list[Step],
+    grid: QuantSpec,
+    target: str,
+    residual: int = 0,
+    dual: bool = False,
+    extra: Tensor | None = None,
+    width: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`activate` without a kernel."""
     x32 = apply_steps(x.to(torch.float32), steps)
-    if target != "e4m3":
+    if target == "int8" or (grid.format == "fp8_e4m3" and grid.scale_format == "fp32" and grid.group_size):
         q = encode(x32, choose_scale(x32, grid), grid)
         codes = grid.fmt.unpack_values(q.codes, grid.padded_width(x.shape[1])) if target == "int8" else q.codes
         codes = codes.to(torch.int8) if target == "int8" else codes

@@ -46,6 +46,19 @@ def test_expand(generation):
         assert "e4m3" not in text and "st.global.v4.b32" in text
 
 
+@pytest.mark.parametrize("generation", GENERATIONS[1:])
+def test_expand_words(generation):
+    """Eight codes at a time: bytes looked up by permutation, converted once per group, without integer conversions."""
+    types = dict(words_ptr="*i32", unit_ptr="*fp32", up_ptr="*bf16", out_ptr="*u8", out_words_ptr="*i32")
+    types |= dict(base_ptr="*fp32", k="i32*16", stride="i32*16", width="i32*16")
+    common = dict(UNIT=1, GROUPS=64, RANK=0, EXTRA=0, BN=4, rows_per_scale=1, FP8=generation >= 90)
+    for kind, scale, words, pointer in ((0, 0, 8, "*fp16"), (1, 1, 2, "*u8"), (1, 2, 4, "*u8")):
+        constants = common | dict(KIND=kind, SCALE=scale, WORDS=words, BG=128 // words)
+        text = _ptx("words", "expand_words_kernel", generation, types | dict(scale_ptr=pointer), constants)
+        assert "prmt.b32" in text and "cvt.rn.satfinite.e4m3x2.f32" in text and "st.global.v4.b32" in text
+        assert not re.search(r"cvt\.rn\.f32\.s32", text)
+
+
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize(
     "case",

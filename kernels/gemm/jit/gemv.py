@@ -158,7 +158,7 @@ def _merged(total, partial_ptr, counter_ptr, n, m, row, token, split):
     tile, mine = tl.program_id(0), tl.program_id(1)
     at = partial_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
     inside = (row < n)[:, None] & (token < m)[None, :]
-    size = m.to(tl.int64) * n
+    size = tl.full((), 1, tl.int64) * m * n  # m and n may be constants
     tl.store(at + mine * size, total, mask=inside)
     tl.debug_barrier()
     last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == split - 1
