@@ -2,7 +2,7 @@
 
     x_aug = [Q(pre(front(x))) | Q(x'_o - q_o) | (dual) q_o | T1 | T2 | T1 | 0 ...] ~ codes * factor of the row
 
-The second level is one per row, so a GEMM takes the factors in its epilogue.
+The second level is one per row, so a GEMM takes the factors in its epilogue. `pack` keeps 4-bit codes and block scales.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dq.kernels.activation.front import Front, apply_front
 from dq.kernels.activation.grids import Grid, grid_of, target_refused
-from dq.kernels.activation.reference import activate_reference
+from dq.kernels.activation.reference import activate_reference, packed_reference
 from dq.kernels.library import capability, define
 from dq.registry import DQError
 from dq.spec import QuantSpec
@@ -24,6 +24,9 @@ from dq.transforms.rotate import rotate
 ORDER = ("shift", "smooth", "permute", "rotate")  # of steps, as the kernel takes them
 ROTATIONS = (16, 64, 256)
 LONGEST = 32768  # values of a row that one program holds
+_CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "packed": torch.uint8}
+_NOTHING = Front()
+_REASONS: dict[tuple, str] = {}  # asked at every call
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -34,13 +37,24 @@ def why_not(steps: list[Step], grid: QuantSpec, target: str, width: int, residua
         width: K.
         residual: S.
     """
+    key = (tuple(s.name for s in steps), _rotation(steps), grid, target, width, residual)
+    if torch.compiler.is_compiling():  # traced once, and not through a cache
+        return _reason(*key)
+    if key not in _REASONS:
+        _REASONS[key] = _reason(*key)
+    return _REASONS[key]
+
+
+def _rotation(steps: list[Step]) -> int:
+    return next((s.params["size"] for s in steps if s.name == "rotate"), 0)
+
+
+def _reason(names: tuple[str, ...], size: int, grid: QuantSpec, target: str, width: int, residual: int) -> str:
     kind = grid_of(grid)
     if isinstance(kind, str):
         return kind
-    names = [s.name for s in steps]
-    if [n for n in ORDER if n in names] != names:
+    if tuple(n for n in ORDER if n in names) != names:
         return f"input steps {', '.join(names)}: the kernel takes {', '.join(ORDER)}, once each, in this order"
-    size = next((s.params["size"] for s in steps if s.name == "rotate"), 0)
     if size and (size not in ROTATIONS or width % size):
         return f"rotation by {size} of {width} columns: the kernel has {', '.join(map(str, ROTATIONS))}"
     if not 0 < width <= LONGEST:
@@ -54,7 +68,7 @@ def why_not(steps: list[Step], grid: QuantSpec, target: str, width: int, residua
 def tiling(width: int) -> tuple[int, int, int]:
     """(tiles, chunks of 8 per tile, warps) of a row: three quarters of a power of two, or the whole."""
     whole = max(256, 1 << (width - 1).bit_length())
-    tiles, tile = (3, whole // 4) if width <= whole // 4 * 3 and whole >= 8192 else (1, whole)
+    tiles, tile = (3, whole // 4) if width <= whole // 4 * 3 and whole >= 1024 else (1, whole)
     return tiles, tile // 8, max(1, min(32, tile // 1024))
 
 
@@ -65,10 +79,9 @@ def _launch(
     from dq.kernels.activation.jit.kernel import activate_kernel
 
     (m, k), device = x.shape, x.device
-    codes = torch.empty(m, width, dtype=torch.uint8, device=device)
-    factors = torch.empty(m, -(-k // group) if kind == "fp8-group" else 1, dtype=torch.float32, device=device)
+    codes, factors, blocks = _empty(x, kind, target, group, residual, dual, width)
     tiles, chunks, warps = tiling(k)
-    behind = width - k - residual * (2 if dual else 1)
+    behind = width - _bytes(k + residual * (2 if dual else 1), target)
     rank = 0 if extra is None else extra.shape[1]
     constants = dict(
         K=k, KIND=kind, TARGET=target, GROUP=group, HALF=half, RULE=rule, FRONT=front, GATE=gate is not None,
@@ -81,11 +94,25 @@ def _launch(
     strides = (0 if t is None else t.stride(0) for t in (x, gate, mod_scale, extra))
     period = m if mod_scale is None or not m else m // len(mod_scale)
     if m:
+        scales = factors if kind == "fp8-group" else blocks
         activate_kernel[(m,)](
-            x, *vectors, codes, factors, *strides, max(1, period), rank, width, eps,
+            x, *vectors, codes.view(torch.uint8), factors, scales, *strides, max(1, period), rank, width, eps,
             **constants, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
-    return codes.view(torch.float8_e4m3fn if target == "e4m3" else torch.int8), factors
+    return codes, factors, blocks
+
+
+def _bytes(columns: int, target: str) -> int:
+    """Bytes that a row of so many columns takes."""
+    return -(-columns // 2) if target == "packed" else columns
+
+
+def _empty(x, kind, target, group, residual, dual, width) -> tuple[Tensor, Tensor, Tensor]:
+    """Unfilled results: codes, factors, and block scales of the target `packed`."""
+    m, groups = len(x), 0 if not group else -(-(x.shape[1] + residual * (1 + dual)) // group)
+    codes = x.new_empty(m, width, dtype=_CODES[target])
+    factors = x.new_empty(m, groups if kind == "fp8-group" else 1, dtype=torch.float32)
+    return codes, factors, x.new_empty(m, groups if target == "packed" else 0, dtype=torch.uint8)
 
 
 def _pow2(n: int) -> int:
@@ -118,22 +145,25 @@ def _reference(
     y = y if order is None else y[:, order]
     y = rotate(y, size) if size else y
     spec = _spec_of(kind, group, half, rule)
-    return activate_reference(y, Grid(kind, group, half, rule), spec, target, residual, dual, extra, width)
+    if target == "packed":
+        return packed_reference(y, spec, residual, dual, width)
+    grid = Grid(kind, group, half, rule)
+    return *activate_reference(y, grid, spec, target, residual, dual, extra, width), y.new_empty(
+        len(y), 0, dtype=torch.uint8
+    )
 
 
 def _fake(
     x, gate, weight, bias, mod_scale, mod_shift, shift, factor, order, extra,
     kind, target, group, half, rule, front, eps, size, residual, dual, width,
 ):  # fmt: skip
-    groups = -(-x.shape[1] // group) if kind == "fp8-group" else 1
-    codes = x.new_empty(x.shape[0], width, dtype=torch.float8_e4m3fn if target == "e4m3" else torch.int8)
-    return codes, x.new_empty(x.shape[0], groups, dtype=torch.float32)
+    return _empty(x, kind, target, group, residual, dual, width)
 
 
 _activate = define(
     "activate(Tensor x, Tensor? gate, Tensor? weight, Tensor? bias, Tensor? mod_scale, Tensor? mod_shift, "
     "Tensor? shift, Tensor? factor, Tensor? order, Tensor? extra, str kind, str target, int group, bool half, "
-    "str rule, str front, float eps, int size, int residual, bool dual, int width) -> (Tensor, Tensor)",
+    "str rule, str front, float eps, int size, int residual, bool dual, int width) -> (Tensor, Tensor, Tensor)",
     _launch, _fake, _reference,
 )  # fmt: skip
 
@@ -177,24 +207,47 @@ def activate(
     Raises:
         DQError: what the kernel does not cover (`why_not`), or shapes that do not fit.
     """
+    if target == "packed":
+        raise DQError("4-bit codes come with block scales: use dq.kernels.activation.api.pack")
+    have = x.shape[-1] + residual * (1 + dual) + (0 if extra is None else 3 * extra.shape[-1])
+    return _checked(x, steps, grid, target, residual, dual, extra, have, width, front)[:2]
+
+
+def pack(
+    x: Tensor,
+    steps: list[Step],
+    grid: QuantSpec,
+    residual: int = 0,
+    dual: bool = False,
+    width: int | None = None,
+    front: Front | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(4-bit codes uint8 [M, width], factors float32 [M, 1], block scales uint8 [M, groups]) for block-scaled products.
+
+    Two codes a byte, the first in the low nibble; scales are E4M3 bytes (NVFP4) or biased exponents (MXFP4), row by
+    row, none for int4/token. The factor is the second level, 1 for MXFP4. Columns as of `activate`; `width` in bytes.
+
+    Raises:
+        DQError: as `activate`.
+    """
+    have = _bytes(x.shape[-1] + residual * (1 + dual), "packed")
+    return _checked(x, steps, grid, "packed", residual, dual, None, have, width, front)
+
+
+def _checked(x, steps, grid, target, residual, dual, extra, have, width, front) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator, after a look at its arguments."""
     k = x.shape[-1]
     reason = why_not(steps, grid, target, k, residual) or _misfit(x, extra, front, target)
-    have = k + residual * (1 + dual) + (0 if extra is None else 3 * extra.shape[-1])
     if not reason and width is not None and width < have:
         reason = f"width {width} is less than the {have} columns that there are"
     if reason:
         raise DQError(reason)
-    kind, front = grid_of(grid), front or Front()
-    size = next((s.params["size"] for s in steps if s.name == "rotate"), 0)
-    steps_of = (
-        _tensor(steps, "shift", "shift"),
-        _tensor(steps, "smooth", "factor"),
-        _tensor(steps, "permute", "order"),
-    )
+    kind, front = grid_of(grid), front or _NOTHING
     return _activate(
         _rows(x.detach(), k), _rows(front.gate, k), front.weight, front.bias, front.scale, front.shift,
-        *steps_of, None if extra is None else _rows(extra, extra.shape[-1]),
-        kind.kind, target, kind.group, kind.half, kind.rule, front.kind, front.eps, size, residual, dual, width or have,
+        _tensor(steps, "shift", "shift"), _tensor(steps, "smooth", "factor"), _tensor(steps, "permute", "order"),
+        None if extra is None else _rows(extra, extra.shape[-1]), kind.kind, target, kind.group, kind.half, kind.rule,
+        front.kind, front.eps, _rotation(steps), residual, dual, width or have,
     )  # fmt: skip
 
 

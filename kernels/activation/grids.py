@@ -10,7 +10,8 @@
     fp8-group    none: a scale for each group instead                    x / scale
 
 Low-rank columns raise the base by a power of two until they fit E4M3; of `fp8` they raise amax.
-Target `e4m3` rounds the value to E4M3 (exact for a whole number and for E2M1), `int8` takes whole numbers.
+Target `e4m3` rounds the value to E4M3 (exact for a whole number and for E2M1), `int8` takes whole numbers, `packed` the
+4-bit codes themselves, two a byte, with their block scales as they rest (what block-scaled tensor cores multiply).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 from dq.spec import QuantSpec
 
-TARGETS = ("e4m3", "int8")
+TARGETS = ("e4m3", "int8", "packed")
 GROUPS = (16, 32, 64, 128)
 MX_RULES = ("floor", "even", "ceil", "rceil")
 
@@ -74,7 +75,9 @@ def _grouped(spec: QuantSpec) -> Grid | None:
 def target_refused(grid: Grid, target: str) -> str:
     """Why values of this grid do not fit the target, "" if they do."""
     if target not in TARGETS:
-        return f"unknown target {target!r}: {' or '.join(TARGETS)}"
+        return f"unknown target {target!r}: one of {', '.join(TARGETS)}"
+    if target == "packed" and grid.kind not in ("int4", "nvfp4", "mxfp4"):
+        return f"{grid.kind} has no codes of 4 bits with scales in 8 bits"
     if target == "int8" and grid.kind not in ("int8", "int4"):
         return f"INT8 tensor cores take whole numbers with one scale per row, not {grid.kind}"
     return f"{grid.kind} codes do not fit E4M3" if target == "e4m3" and grid.kind == "int8" else ""

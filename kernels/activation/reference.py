@@ -68,7 +68,7 @@ def activate_reference(
     scales = choose_scale(x, spec)
     if grid.kind == "fp8-group":
         codes = encode(x, scales, spec).codes[:, : x.shape[1]]
-        return torch.nn.functional.pad(codes.view(torch.uint8), (0, width - x.shape[1])).view(codes.dtype), scales.scale
+        return _padded(codes, width), scales.scale
     beside = x.new_zeros(len(x), 1) if extra is None else extra.to(torch.float32).abs().amax(1, keepdim=True)
     base, second = _base(x, scales, grid, spec, beside)
     value, meant = _values(x, scales, grid, spec, base)
@@ -76,10 +76,7 @@ def activate_reference(
     if residual:
         tail = slice(x.shape[1] - residual, None)
         rest = x[:, tail] - meant[:, tail]
-        # Of the same second level as the row.
-        own = choose_scale(rest, spec)._replace(global_scale=scales.global_scale)
-        if grid.kind == "nvfp4":
-            own = own._replace(scale=_block_scale(rest, scales.global_scale, spec))
+        own = _under(rest, scales, spec)
         parts += [_values(rest, own, grid, spec, base)[0]] + [value[:, tail]] * dual
     factor = base * second
     if extra is not None:
@@ -89,8 +86,32 @@ def activate_reference(
     return (out.to(torch.int8) if target == "int8" else out.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)), factor
 
 
-def _block_scale(x: Tensor, unit: Tensor, spec: QuantSpec) -> Tensor:
-    """E4M3 block scales of x [M, K] under a given second level [M, 1]."""
+def _padded(codes: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(codes.view(torch.uint8), (0, width - codes.shape[1])).view(codes.dtype)
+
+
+def _under(x: Tensor, scales: Scales, spec: QuantSpec) -> Scales:
+    """E4M3 block scales of x [M, K] under the second level of other scales."""
     top = x.unflatten(1, (-1, spec.columns)).abs().amax(2)
-    scale = (divide(top, spec.fmt.divisor) / unit).clamp(2.0**-9, 448.0)
-    return torch.where(top > 0, scale, 2.0**-9).to(torch.float8_e4m3fn)
+    scale = (divide(top, spec.fmt.divisor) / scales.global_scale).clamp(2.0**-9, 448.0)
+    return scales._replace(scale=torch.where(top > 0, scale, 2.0**-9).to(torch.float8_e4m3fn))
+
+
+def packed_reference(
+    x: Tensor, spec: QuantSpec, residual: int, dual: bool, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(bytes [M, width], factors [M, 1], block scales uint8 [M, groups]); see `dq.kernels.activation.api.pack`."""
+    scales = choose_scale(x, spec)
+    q = encode(x, scales, spec)
+    used = -(-x.shape[1] // 2)
+    parts, blocks = [q.codes[:, :used]], [scales.scale]
+    if residual:
+        rest = (x - q.dequantize())[:, -residual:]
+        own = _under(rest, scales, spec)
+        parts += [encode(rest, own, spec).codes] + [parts[0][:, -residual // 2 :]] * dual
+        blocks += [own.scale] + [scales.scale[:, -residual // spec.columns :]] * dual
+    codes = _padded(torch.cat(parts, 1), width)
+    if not spec.columns:
+        return codes, scales.scale, x.new_empty(len(x), 0, dtype=torch.uint8)
+    second = x.new_ones(len(x), 1) if scales.global_scale is None else scales.global_scale
+    return codes, second, torch.cat(blocks, 1).view(torch.uint8)

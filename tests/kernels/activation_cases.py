@@ -38,7 +38,9 @@ def turned(size: int) -> Step:
 
 
 def targets(grid: str) -> tuple[str, ...]:
-    return {"int8/token": ("int8",), "int4/token": ("e4m3", "int8")}.get(grid, ("e4m3",))
+    more = {"int8/token": ("int8",), "int4/token": ("e4m3", "int8", "packed")}
+    more |= dict.fromkeys(("nvfp4-token", "mxfp4", "mxfp4@rceil"), ("e4m3", "packed"))
+    return more.get(grid, ("e4m3",))
 
 
 def plain(rows: tuple[int, ...], widths: tuple[int, ...]) -> Iterator[Case]:
@@ -71,6 +73,8 @@ def columns(rows: int, width: int) -> Iterator[Case]:
         arguments = dict(residual=32, dual=dual, extra=t, width=width + 128)
         yield f"residual {dual}", x, [], "nvfp4-token", "e4m3", arguments
         yield f"residual {dual} H16", x, [smooth(width), turned(16)], "nvfp4-token", "e4m3", arguments
+        arguments = dict(residual=32, dual=dual, width=width)
+        yield f"residual {dual} packed", x, [], "nvfp4-token", "packed", arguments
 
 
 def fronts(rows: int, width: int) -> Iterator[Case]:
@@ -123,26 +127,39 @@ def difference(case: Case, device: str) -> str:
     """What is wrong with a case, "" if nothing. Bytes are equal where all arithmetic before the rounding is that of the
     definition; rotation, division by a factor and fronts leave an ulp, which turns a rounding here and there."""
     _, x, steps, grid, target, arguments = case
-    spec, kernel = QuantSpec.parse(grid), api._activate
-    got = api.activate(moved(x, device), moved(steps, device), spec, target, **moved(arguments, device))
+    got = [t.cpu() for t in call(moved(x, device), moved(steps, device), grid, target, moved(arguments, device))]
+    kernel = api._activate
     try:
         api._activate = api._reference
-        want = api.activate(x, steps, spec, target, **arguments)
+        want = call(x, steps, grid, target, arguments)
     finally:
         api._activate = kernel
-    codes, factors = (t.cpu() for t in got)
-    if codes.shape != want[0].shape or codes.dtype != want[0].dtype or factors.shape != want[1].shape:
-        return f"shapes {codes.shape} {factors.shape}, not {want[0].shape} {want[1].shape}"
+    for a, b in zip(got, want, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"{a.dtype} {tuple(a.shape)}, not {b.dtype} {tuple(b.shape)}"
     exact = not steps and "front" not in arguments
-    apart = (codes.view(torch.uint8) != want[0].view(torch.uint8)).float().mean() if codes.numel() else 0.0
-    off = ((factors - want[1]).abs() / want[1]).max() if factors.numel() else 0.0
-    if apart > (0.0 if exact else 2e-3) or off > (0.0 if exact else 2e-6) or apart != apart:
-        return f"{float(apart):.1e} of the codes differ, factors by {float(off):.1e}"
-    if spec.columns == 128 or not codes.numel():
+    off = float(((got[1] - want[1]).abs() / want[1]).max()) if got[1].numel() else 0.0
+    apart = max(_apart(got[0], want[0]), *map(_apart, got[2:], want[2:]), 0.0)
+    if not (apart <= (0.0 if exact else 2e-3) and off <= (0.0 if exact else 2e-6)):
+        return f"{apart:.1e} of the codes differ, factors by {off:.1e}"
+    if target == "packed" or got[1].shape[1] != 1 or not got[0].numel():
         return ""
-    a, b = codes.double() * factors, want[0].double() * want[1]
-    error = (a - b).norm() / b.norm()
-    return "" if error < (3e-2 if apart else 1e-6) else f"values apart by {float(error):.1e}"
+    a, b = got[0].double() * got[1], want[0].double() * want[1]
+    error = float((a - b).norm() / b.norm())
+    return "" if error < 3e-2 else f"values apart by {error:.1e}"
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Share of codes that differ; -0 is 0."""
+    return float((a.float() != b.float()).float().mean()) if a.numel() else 0.0
+
+
+def call(x, steps, grid: str, target: str, arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """`pack` or `activate`."""
+    spec = QuantSpec.parse(grid)
+    if target == "packed":
+        return api.pack(x, steps, spec, **arguments)
+    return api.activate(x, steps, spec, target, **arguments)
 
 
 if __name__ == "__main__":

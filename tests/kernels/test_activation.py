@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dq.kernels.activation.api import activate, tiling, why_not
+from dq.kernels.activation.api import activate, pack, tiling, why_not
 from dq.kernels.activation.front import Front
 from dq.registry import DQError
 from dq.spec import QuantSpec
@@ -42,7 +42,7 @@ def test_equal_to_the_definition_on_cuda():
 
 POINTERS = dict.fromkeys(("x_ptr", "gate_ptr", "extra_ptr", "mod_scale_ptr", "mod_shift_ptr"), "*bf16")
 POINTERS |= dict.fromkeys(("weight_ptr", "bias_ptr", "shift_ptr", "factor_ptr", "scale_ptr"), "*fp32")
-POINTERS |= dict(order_ptr="*i64", codes_ptr="*u8")
+POINTERS |= dict(order_ptr="*i64", codes_ptr="*u8", block_ptr="*u8")
 PLAIN = dict(
     K=3072, KIND="fp8", TARGET="e4m3", GROUP=0, HALF=False, RULE="", FRONT="", GATE=False, WEIGHT=False, BIAS=False,
     ADALN=False, SHIFT=False, SMOOTH=False, PERMUTE=False, ROTATE=0, RESIDUAL=0, DUAL=False, EXTRA=0, TAIL=0,
@@ -80,15 +80,19 @@ def test_compiles_for(generation, tmp_path, monkeypatch):
     stages; E4M3 from float32 by the device's own conversion from sm_90 on, by integers before; no matrix product."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     rotated, plain = _ptx(generation, ROTATE=256), _ptx(generation)
+    tiles, chunks, warps = tiling(PLAIN["K"])
+    each = tiles * chunks * 8 // (32 * warps)  # elements of a thread
     for ptx in (rotated, plain):
-        assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) == 4  # 32 elements of BF16 a thread
-        assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx)) == (16 if generation >= 90 else 0)
+        assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) == each // 8
+        assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx)) == (each // 2 if generation >= 90 else 0)
         assert not re.search(r"cvt\S*e4m3", ptx) or generation >= 90
-    assert ptx_count(rotated, "shfl") - ptx_count(plain, "shfl") == 3 * 32 // 2
+    assert ptx_count(rotated, "shfl") - ptx_count(plain, "shfl") == 3 * each // 2
     assert not re.search(r"\bmma|wgmma|tcgen05", rotated)
     whole = _ptx(generation, ROTATE=256, SMOOTH=True, KIND="int4", TARGET="int8", FRONT="layernorm", ADALN=True)
     assert not re.search(r"cvt\S*e4m3", whole)
     _ptx(generation, KIND="nvfp4", GROUP=16, ROTATE=256, RESIDUAL=256, DUAL=True, EXTRA=32, TAIL=128)
+    packed = _ptx(generation, KIND="nvfp4", GROUP=16, TARGET="packed")
+    assert not re.search(r"cvt\S*e4m3", packed) and len(re.findall(r"st\.global", packed)) <= each // 8 * 2 + 2
 
 
 def ptx_count(ptx: str, word: str) -> int:
@@ -104,6 +108,7 @@ def ptx_count(ptx: str, word: str) -> int:
         ([Step("whiten")], FP8, "e4m3", 512, 0, "whiten"),
         ([ROTATE], FP8, "e4m3", 320, 0, "of 320 columns"),
         ([], FP8, "int8", 512, 0, "whole numbers"),
+        ([], FP8, "packed", 512, 0, "no codes of 4 bits"),
         ([], FP8, "bf16", 512, 0, "unknown target"),
         ([], QuantSpec.parse("int8/token"), "e4m3", 512, 0, "do not fit"),
         ([], QuantSpec.parse("nvfp4"), "e4m3", 512, 0, "no activation kernel"),
@@ -124,6 +129,10 @@ def test_bad_arguments():
     x = torch.zeros(4, 32)
     with pytest.raises(DQError, match="width 31"):
         activate(x, [], FP8, width=31)
+    with pytest.raises(DQError, match="width 15"):
+        pack(x, [], NVFP4, width=15)
+    with pytest.raises(DQError, match="block scales: use"):
+        activate(x, [], NVFP4, "packed")
     with pytest.raises(DQError, match="one row for each of 4"):
         activate(x, [], FP8, extra=torch.zeros(3, 2))
     with pytest.raises(DQError, match="dtype"):

@@ -114,26 +114,25 @@ def rounded(
     y, base, unit, KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, RULE: tl.constexpr,
     EXACT: tl.constexpr, FUSED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """(values over base [C, 8], values as the grid means them [C, 8], block scales [C]) of a tile.
+    """(elements of the grid [C, 8], what to multiply them with [C], block scales [C]) of a tile.
 
-    The values of grids without blocks come unrounded where the conversion to E4M3 rounds them.
+    Elements times that factor are the values over `base`, elements times block scale and second level those that the
+    grid means. FP8 elements come unrounded: the conversion to E4M3 rounds them.
     """
     scale = tl.full((C,), 1.0, tl.float32)
     if KIND == "fp8":
-        v = quotient(y, base, EXACT, FUSED)
-        return v, v, scale
+        return quotient(y, base, EXACT, FUSED), scale, scale
     elif KIND == "int8" or KIND == "int4":
-        v = round_whole(quotient(y, unit, EXACT, FUSED))
-        return (v * tl.div_rn(1.0, base) if KIND == "int4" else v), v * unit, scale
+        return round_whole(quotient(y, unit, EXACT, FUSED)), scale * tl.div_rn(1.0, base), scale
     else:
         top = group_max(tl.max(tl.abs(y), axis=1), GROUP, C)
         if KIND == "fp8-group":
-            scale = tl.where(top > 0, tl.maximum(tl.div_rn(top, 448.0), TINY), 1.0)
-            v = quotient(y, scale[:, None], EXACT, FUSED)
-            return v, v, scale
+            own = tl.where(top > 0, tl.maximum(tl.div_rn(top, 448.0), TINY), 1.0)
+            return quotient(y, own[:, None], EXACT, FUSED), scale, own
         elif KIND == "int4-group":
             scale = tl.where(top > 0, stored(tl.div_rn(top, 7.0), HALF), 1.0)
             v = round_whole(quotient(y, scale[:, None], EXACT, FUSED))
+            return v, tl.div_rn(scale, base), scale
         elif KIND == "nvfp4":
             scale = divide(top, 6.0, 0.16666667163372039795, FUSED)
             scale = divide(scale, unit, tl.div_rn(1.0, unit), FUSED)
@@ -145,8 +144,27 @@ def rounded(
         else:
             scale = exp2_int(power_of_two(top, 448.0, RULE, 3))
             v = round_signed(y * (1.0 / scale)[:, None], -6, 3, 448.0)
-        if KIND == "int4-group":
-            share = tl.div_rn(scale, base)
-        else:
-            share = scale * tl.div_rn(1.0, base)  # base is a power of two
-        return v * share[:, None], v * (scale * unit)[:, None], scale
+        return v, scale * tl.div_rn(1.0, base), scale  # base is a power of two
+
+
+@triton.jit
+def nibbles(v, KIND: tl.constexpr, C: tl.constexpr):
+    """Elements [C, 8] as bytes of two codes [C, 4], the first in the low nibble: E2M1, or two's complement."""
+    if KIND == "int4":
+        code = v.to(tl.int32) & 15
+    else:
+        _, code = round_float(tl.abs(v), 0, 1)
+        code = tl.where(v < 0, code | 8, code)
+    low, high = tl.split(tl.reshape(code, (C, 4, 2)))
+    return (low | (high << 4)).to(tl.uint8)
+
+
+@triton.jit
+def scale_bytes(scale, KIND: tl.constexpr):
+    """Block scales as they rest: E4M3, or biased exponents (0 for a block of zeros)."""
+    if KIND == "nvfp4":
+        _, code = round_float(scale, -6, 3)
+    else:
+        code = scale.to(tl.int32, bitcast=True) >> 23
+        code = tl.where(code == 1, 0, code)
+    return code.to(tl.uint8)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from dq.kernels.activation.jit import front
-from dq.kernels.activation.jit.grids import e4m3_bits, round_signed, rounded, row_levels
+from dq.kernels.activation.jit.grids import e4m3_bits, nibbles, round_signed, rounded, row_levels, scale_bytes
 from dq.kernels.activation.jit.rotate import chunk_of, rotate
 
 
@@ -89,9 +89,35 @@ def _behind(
 
 
 @triton.jit
+def _store(
+    out, blocks, v, share, scale, t: tl.constexpr, SHIFT: tl.constexpr, FROM: tl.constexpr,
+    K: tl.constexpr, KIND: tl.constexpr, TARGET: tl.constexpr, GROUP: tl.constexpr, HARDWARE: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Columns FROM to K of tile t, SHIFT columns further: E4M3, whole numbers as INT8, or two codes a byte; and block
+    scales where the target has them."""
+    at = _places(t, 0, C)
+    inside = (at >= FROM) & (at < K)
+    start = (t * C + chunk_of(C)) * 8
+    if TARGET == "int8":
+        tl.store(out + at + SHIFT, (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), mask=inside)
+    elif TARGET == "packed":
+        half = start[:, None] // 2 + tl.arange(0, 4)[None, :]
+        inside = (half >= FROM // 2) & (half < (K + 1) // 2)
+        tl.store(out + half + SHIFT // 2, nibbles(v, KIND, C), mask=inside)
+    else:
+        tl.store(out + at + SHIFT, e4m3_bits(v * share[:, None], HARDWARE), mask=inside)
+    if KIND == "fp8-group" or (TARGET == "packed" and GROUP > 0):
+        begins = (start % GROUP == 0) & (start >= FROM) & (start < K)
+        if KIND != "fp8-group":
+            scale = scale_bytes(scale, KIND)
+        tl.store(blocks + (start + SHIFT) // GROUP, scale, mask=begins)
+
+
+@triton.jit
 def activate_kernel(
     x_ptr, gate_ptr, weight_ptr, bias_ptr, mod_scale_ptr, mod_shift_ptr, shift_ptr, factor_ptr, order_ptr, extra_ptr,
-    codes_ptr, scale_ptr, stride, gate_stride, mod_stride, extra_stride, period, rank, width, eps,
+    codes_ptr, scale_ptr, block_ptr, stride, gate_stride, mod_stride, extra_stride, period, rank, width, eps,
     K: tl.constexpr, KIND: tl.constexpr, TARGET: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     RULE: tl.constexpr, FRONT: tl.constexpr, GATE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     ADALN: tl.constexpr, SHIFT: tl.constexpr, SMOOTH: tl.constexpr, PERMUTE: tl.constexpr, ROTATE: tl.constexpr,
@@ -102,7 +128,8 @@ def activate_kernel(
 
     Args:
         period: rows of x that share a row of the adaLN tensors.
-        width: columns of a row of codes; rank: columns of `extra`.
+        block_ptr: block scales [M, groups]: float32 of `fp8-group`, bytes of the target `packed`.
+        width: bytes of a row of codes; rank: columns of `extra`.
         EXTRA, TAIL: powers of two that hold rank, and the columns behind K and the residuals; 0 for none.
         TILES, C: a row lies in TILES tiles of C chunks of 8 elements, the last ones masked.
     """
@@ -135,32 +162,23 @@ def activate_kernel(
         t = tl.load(extra_ptr + row * extra_stride + column, mask=column < rank, other=0.0).to(tl.float32)
         beside = tl.max(tl.abs(t), axis=0)
     base, unit = row_levels(top, beside, KIND, HALF, RULE)
+    EXACT: tl.constexpr = ROTATE == 0
+    BLOCKS: tl.constexpr = (K + RESIDUAL + (RESIDUAL if DUAL else 0) + GROUP - 1) // GROUP if GROUP else 0
     out = codes_ptr + row * width
+    blocks = scale_ptr + row if BLOCKS == 0 else block_ptr + row * BLOCKS
     for t in tl.static_range(TILES):
-        at = _places(t, 0, C)
-        v, meant, scale = rounded(done[t], base, unit, KIND, GROUP, HALF, RULE, ROTATE == 0, FUSED, C)
-        _store(out + at, v, at < K, TARGET, HARDWARE)
-        if KIND == "fp8-group":
-            start = (t * C + chunk_of(C)) * 8
-            begins = (start % GROUP == 0) & (start < K)
-            tl.store(scale_ptr + row * ((K + GROUP - 1) // GROUP) + start // GROUP, scale, mask=begins)
+        v, share, scale = rounded(done[t], base, unit, KIND, GROUP, HALF, RULE, EXACT, FUSED, C)
+        _store(out, blocks, v, share, scale, t, 0, 0, K, KIND, TARGET, GROUP, HARDWARE, C)
         if RESIDUAL and (t + 1) * C * 8 > K - RESIDUAL:
-            inside = (at >= K - RESIDUAL) & (at < K)
-            rest, _, _ = rounded(done[t] - meant, base, unit, KIND, GROUP, HALF, RULE, ROTATE == 0, FUSED, C)
-            _store(out + at + RESIDUAL, rest, inside, TARGET, HARDWARE)
+            FROM: tl.constexpr = K - RESIDUAL
+            rest = done[t] - v * (scale * unit)[:, None]
+            w, part, fine = rounded(rest, base, unit, KIND, GROUP, HALF, RULE, EXACT, FUSED, C)
+            _store(out, blocks, w, part, fine, t, RESIDUAL, FROM, K, KIND, TARGET, GROUP, HARDWARE, C)
             if DUAL:
-                _store(out + at + 2 * RESIDUAL, v, inside, TARGET, HARDWARE)
-    BEHIND: tl.constexpr = K + (2 * RESIDUAL if DUAL else RESIDUAL)
+                _store(out, blocks, v, share, scale, t, 2 * RESIDUAL, FROM, K, KIND, TARGET, GROUP, HARDWARE, C)
     if TAIL:
+        COLUMNS: tl.constexpr = K + (2 * RESIDUAL if DUAL else RESIDUAL)
+        BEHIND: tl.constexpr = (COLUMNS + 1) // 2 if TARGET == "packed" else COLUMNS
         _behind(out + BEHIND, extra_ptr + row * extra_stride, base * unit, rank, width - BEHIND, HARDWARE, EXTRA, TAIL)
     if KIND != "fp8-group":
-        tl.store(scale_ptr + row, base * unit)
-
-
-@triton.jit
-def _store(pointer, v, mask, TARGET: tl.constexpr, HARDWARE: tl.constexpr):
-    """Values as bytes: E4M3, or whole numbers as INT8."""
-    if TARGET == "int8":
-        tl.store(pointer, (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8), mask=mask)
-    else:
-        tl.store(pointer, e4m3_bits(v, HARDWARE), mask=mask)
+        tl.store(scale_ptr + row, unit if TARGET == "packed" else base * unit)
