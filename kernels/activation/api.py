@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dq.kernels.activation.front import Front, apply_front
 from dq.kernels.activation.grids import Grid, grid_of, target_refused
@@ -26,6 +27,7 @@ ROTATIONS = (16, 64, 256)
 LONGEST = 32768  # values of a row that one program holds
 _CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "packed": torch.uint8}
 _NOTHING = Front()
+_INVERSES = WeakTensorKeyDictionary()
 _REASONS: dict[tuple, str] = {}  # asked at every call
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -90,7 +92,8 @@ def _launch(
         EXTRA=_pow2(rank) if rank else 0, TAIL=_pow2(behind) if behind else 0, HARDWARE=_converts(device),
         FUSED=device.type == "cuda", TILES=tiles, C=chunks,
     )  # fmt: skip
-    vectors = (x if t is None else t for t in (gate, weight, bias, mod_scale, mod_shift, shift, factor, order, extra))
+    inverse = None if factor is None else _inverse(factor)
+    vectors = (x if t is None else t for t in (gate, weight, bias, mod_scale, mod_shift, shift, inverse, order, extra))
     strides = (0 if t is None else t.stride(0) for t in (x, gate, mod_scale, extra))
     period = m if mod_scale is None or not m else m // len(mod_scale)
     if m:
@@ -117,6 +120,20 @@ def _empty(x, kind, target, group, residual, dual, width) -> tuple[Tensor, Tenso
 
 def _pow2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
+
+
+def _inverse(factor: Tensor) -> Tensor:
+    """1 / factor, kept as long as the factor lives: a division costs the kernel as much as all the rest of a row.
+
+    Not kept while a graph is captured: it would have values only once the graph has run.
+    """
+    version = 0 if factor.is_inference() else factor._version
+    kept = _INVERSES.get(factor)
+    if kept is None or kept[0] != version:
+        kept = version, factor.reciprocal()
+        if not (factor.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _INVERSES[factor] = kept
+    return kept[1]
 
 
 def _converts(device: torch.device) -> bool:

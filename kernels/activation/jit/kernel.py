@@ -60,17 +60,17 @@ def _normalized(
 
 @triton.jit
 def _transformed(
-    x, at, scale_ptr, add_ptr, shift_ptr, factor_ptr,
+    x, at, scale_ptr, add_ptr, shift_ptr, inverse_ptr,
     K: tl.constexpr, ADALN: tl.constexpr, SHIFT: tl.constexpr, SMOOTH: tl.constexpr, ROTATE: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """A tile through adaLN and the input steps: `* (1 + scale) + add`, `+ shift`, `/ factor`, rotation."""
+    """A tile through adaLN (`* (1 + scale) + add`), shift, smoothing (`* inverse` of the factor) and rotation."""
     if ADALN:
         x = x * (1.0 + _vector(scale_ptr, at, K, 0.0)) + _vector(add_ptr, at, K, 0.0)
     if SHIFT:
         x = x + _vector(shift_ptr, at, K, 0.0)
     if SMOOTH:
-        x = x / _vector(factor_ptr, at, K, 1.0)
+        x = x * _vector(inverse_ptr, at, K, 0.0)
     return rotate(x, ROTATE, C) if ROTATE else x
 
 
@@ -116,7 +116,7 @@ def _store(
 
 @triton.jit
 def activate_kernel(
-    x_ptr, gate_ptr, weight_ptr, bias_ptr, mod_scale_ptr, mod_shift_ptr, shift_ptr, factor_ptr, order_ptr, extra_ptr,
+    x_ptr, gate_ptr, weight_ptr, bias_ptr, mod_scale_ptr, mod_shift_ptr, shift_ptr, inverse_ptr, order_ptr, extra_ptr,
     codes_ptr, scale_ptr, block_ptr, stride, gate_stride, mod_stride, extra_stride, period, rank, width, eps,
     K: tl.constexpr, KIND: tl.constexpr, TARGET: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     RULE: tl.constexpr, FRONT: tl.constexpr, GATE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
@@ -151,7 +151,7 @@ def activate_kernel(
     done = ()
     for t in tl.static_range(TILES):
         y = _transformed(
-            tiles[t], places[t], mod_scale_ptr + group, mod_shift_ptr + group, shift_ptr, factor_ptr,
+            tiles[t], places[t], mod_scale_ptr + group, mod_shift_ptr + group, shift_ptr, inverse_ptr,
             K, ADALN, SHIFT, SMOOTH, ROTATE, C,
         )  # fmt: skip
         top = tl.maximum(top, tl.max(tl.max(tl.abs(y), axis=1), axis=0))
