@@ -81,8 +81,8 @@ def text(result: dict[str, Any]) -> str:
     """The table for a terminal; times in microseconds, ratios to `plain` beside them."""
     where, names = result["environment"], list(variants(256, torch.device("cpu")))
     lines = [
-        f"BF16 input on {where['device']}, torch {where['versions']['torch']}; copy {result['copy_gb_per_s']:.0f} GB/s; "
-        f"medians of {result['repeat']}, us",
+        f"BF16 input on {where['device']}, torch {where['versions']['torch']}; "
+        f"copy {result['copy_gb_per_s']:.0f} GB/s; medians of {result['repeat']}, us",
         f"{'shape':<14} {'grid':<18} {'floor':>6} " + " ".join(f"{n:>13}" for n in names),
     ]
     for r in result["rows"]:
