@@ -11,12 +11,14 @@ import torch
 
 from dq.kernels.activation.api import _inverse, activate, pack, tiling, why_not
 from dq.kernels.activation.front import Front
+from dq.kernels.activation.grids import grid_of
 from dq.registry import DQError
 from dq.spec import QuantSpec
 from dq.transforms import Step
 
 CASES = Path(__file__).with_name("activation_cases.py")
 GENERATIONS = (80, 89, 90, 100, 120)
+GRIDS = ("int8/token", "int4/token", "int4/group64/fp32", "nvfp4-token", "mxfp4", "mxfp8@even", "fp8-block-token")
 FP8 = QuantSpec.parse("fp8_e4m3/token")
 NVFP4 = QuantSpec.parse("nvfp4-token")
 ROTATE = Step("rotate", params={"size": 256})
@@ -47,7 +49,7 @@ POINTERS = dict.fromkeys(("x_ptr", "gate_ptr", "extra_ptr", "mod_scale_ptr", "mo
 POINTERS |= dict.fromkeys(("weight_ptr", "bias_ptr", "shift_ptr", "inverse_ptr", "scale_ptr"), "*fp32")
 POINTERS |= dict(order_ptr="*i64", codes_ptr="*u8", block_ptr="*u8")
 PLAIN = dict(
-    K=3072, KIND="fp8", TARGET="e4m3", GROUP=0, HALF=False, RULE="", FRONT="", GATE=False, WEIGHT=False, BIAS=False,
+    K=1024, KIND="fp8", TARGET="e4m3", GROUP=0, HALF=False, RULE="", FRONT="", GATE=False, WEIGHT=False, BIAS=False,
     ADALN=False, SHIFT=False, SMOOTH=False, PERMUTE=False, ROTATE=0, RESIDUAL=0, DUAL=False, EXTRA=0, TAIL=0,
     FUSED=True,
 )  # fmt: skip
@@ -96,6 +98,15 @@ def test_compiles_for(generation, tmp_path, monkeypatch):
     _ptx(generation, KIND="nvfp4", GROUP=16, ROTATE=256, RESIDUAL=256, DUAL=True, EXTRA=32, TAIL=128)
     packed = _ptx(generation, KIND="nvfp4", GROUP=16, TARGET="packed")
     assert not re.search(r"cvt\S*e4m3", packed) and len(re.findall(r"st\.global", packed)) <= each // 8 * 2 + 2
+
+
+@pytest.mark.parametrize("text", [*GRIDS, "int4/group64"])
+def test_every_grid_compiles(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    grid = grid_of(QuantSpec.parse(text))
+    target = "int8" if grid.kind == "int8" else "e4m3"
+    front = dict(FRONT="silu", GATE=True) if grid.kind == "fp8-group" else dict(FRONT="rmsnorm", WEIGHT=True)
+    _ptx(90, KIND=grid.kind, GROUP=grid.group, HALF=grid.half, RULE=grid.rule, TARGET=target, PERMUTE=True, **front)
 
 
 def ptx_count(ptx: str, word: str) -> int:

@@ -128,11 +128,11 @@ def rounded(
         top = group_max(tl.max(tl.abs(y), axis=1), GROUP, C)
         if KIND == "fp8-group":
             own = tl.where(top > 0, tl.maximum(tl.div_rn(top, 448.0), TINY), 1.0)
-            return quotient(y, own[:, None], EXACT, FUSED), scale, own
+            v, share, scale = quotient(y, own[:, None], EXACT, FUSED), scale, own
         elif KIND == "int4-group":
             scale = tl.where(top > 0, stored(tl.div_rn(top, 7.0), HALF), 1.0)
             v = round_whole(quotient(y, scale[:, None], EXACT, FUSED))
-            return v, tl.div_rn(scale, base), scale
+            share = tl.div_rn(scale, base)
         elif KIND == "nvfp4":
             scale = divide(top, 6.0, 0.16666667163372039795, FUSED)
             scale = divide(scale, unit, tl.div_rn(1.0, unit), FUSED)
@@ -144,7 +144,9 @@ def rounded(
         else:
             scale = exp2_int(power_of_two(top, 448.0, RULE, 3))
             v = round_signed(y * (1.0 / scale)[:, None], -6, 3, 448.0)
-        return v, scale * tl.div_rn(1.0, base), scale  # base is a power of two
+        if KIND == "nvfp4" or KIND == "mxfp4" or KIND == "mxfp8":
+            share = scale * tl.div_rn(1.0, base)  # base is a power of two
+        return v, share, scale
 
 
 @triton.jit
