@@ -118,7 +118,7 @@ def _reference(codes, scale, unit, up, kind, group, rows, k, width, dtype) -> tu
     if scale.dtype == torch.float8_e4m3fn:
         base = torch.full((n,), 8.0)
     else:
-        base = steps.amax(1) * (1.0 if steps.shape[1] == 1 else 1 / 32 if kind == "int4" else 1 / 64)
+        base = _largest(steps, value, lay.group) * (1.0 if not lay.group else 1 / 32 if kind == "int4" else 1 / 64)
     if up is not None:
         ratio = divide(up.to(torch.float32).abs().amax(1), 1.0) / (448.0 * (base * second))
         base = base * power(ceil_log2(ratio.clamp(min=1.0)))
@@ -128,6 +128,16 @@ def _reference(codes, scale, unit, up, kind, group, rows, k, width, dtype) -> tu
     if up is not None:
         out[:, k : k + 3 * up.shape[1]] = two_stages(up.to(torch.float32) / base[:, None], (0, 0, 1))
     return out.clamp(-448, 448).to(torch.float8_e4m3fn), base
+
+
+def _largest(steps: Tensor, value: Tensor, group: int) -> Tensor:
+    """Largest scale of each row among groups that hold anything: the scale of a group of zeros is 1.0 by convention."""
+    if not group:
+        return steps[:, 0]
+    full = torch.nn.functional.pad(value, (0, steps.shape[1] * group - value.shape[1]))
+    filled = (full.unflatten(1, (-1, group)) != 0).any(-1)
+    largest = torch.where(filled, steps, 0.0).amax(1)
+    return torch.where(largest > 1e-36, largest, 1.0)
 
 
 def two_stages(x: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -19,6 +19,7 @@ from dq.kernels.gemm.jit.decode import (
 )  # fmt: skip
 
 TO_E4M3, TO_FLOAT, TO_INT8 = (tl.constexpr(i) for i in range(3))
+LEAST = tl.constexpr(1e-36)  # of scales: below it their 64th would be subnormal; MX gives 2^-127 to zeros
 
 
 @triton.jit
@@ -33,25 +34,46 @@ def _unit(unit_ptr, row, inside, UNIT: tl.constexpr):
 
 
 @triton.jit
+def _largest(
+    scale, scale_ptr, codes_ptr, row, inside, scale_row, groups, stride, SCALE: tl.constexpr, SIZE: tl.constexpr
+):
+    """Largest scale of each row [BN] among groups that hold anything; 1 for a row of zeros. The scale of a group of zeros
+    is 1.0 by convention, far above those of weights; only where a scale is 1.0 the codes have to tell."""
+    largest = tl.max(scale, axis=1)
+    if tl.max(tl.max((scale == 1.0).to(tl.int32), axis=1), axis=0) > 0:
+        largest = tl.zeros_like(largest)
+        for group in range(groups):
+            at = row[:, None] * stride + group * SIZE + tl.arange(0, SIZE)[None, :]
+            code = tl.load(codes_ptr + at, mask=inside[:, None], other=0)
+            filled = tl.max((code != 0).to(tl.int32), axis=1) > 0
+            own = scale_value(tl.load(scale_ptr + scale_row * groups + group, mask=inside, other=0), SCALE)
+            largest = tl.maximum(largest, tl.where(filled, own, 0.0))
+    return tl.where(largest > LEAST, largest, 1.0)
+
+
+@triton.jit
 def _base(
-    scale_ptr, unit, up_ptr, row, inside, scale_row, groups, rank,
+    codes_ptr, scale_ptr, unit, up_ptr, row, inside, scale_row, groups, stride, rank,
     KIND: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, RANK: tl.constexpr, BN: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
-    """(b, j): in E4M3 a value is code * scale / b, and its row is worth b * unit; 2^j is what the columns behind need.
+    """b [BN]: in E4M3 a value is code * scale / b, and its row is worth b * unit.
 
     E4M3 scales: 8. One scale for the row: itself, codes stay as they are. Else the largest scale of the row over a
-    power of two that keeps its largest value within 448.
+    power of two that keeps its largest value within 448. Times a power of two that fits the columns behind.
     """
     if SCALE == SMALL_FLOAT:
         b = tl.full((BN,), 8.0, tl.float32)
     else:
         column = tl.arange(0, GROUPS)[None, :]
-        at = scale_row[:, None] * groups + column
-        scale = tl.load(scale_ptr + at, mask=inside[:, None] & (column < groups), other=0.0)
-        scale = tl.where(inside[:, None] & (column < groups), scale_value(scale, SCALE), 0.0)
-        b = tl.where(inside, tl.max(scale, axis=1), 1.0)
+        known = inside[:, None] & (column < groups)
+        scale = tl.load(scale_ptr + scale_row[:, None] * groups + column, mask=known, other=0.0)
+        scale = tl.where(known, scale_value(scale, SCALE), 0.0)
         if GROUPS > 1:
+            b = _largest(scale, scale_ptr, codes_ptr, row, inside, scale_row, groups, stride, SCALE, SIZE)
             b = b * (0.03125 if KIND == INT4 else 0.015625)
+        else:
+            b = tl.where(inside, tl.max(scale, axis=1), 1.0)
     if RANK > 0:
         column = tl.arange(0, RANK)[None, :]
         up = tl.load(up_ptr + row[:, None] * rank + column, mask=inside[:, None] & (column < rank), other=0.0)
@@ -114,7 +136,8 @@ def expand_kernel(
     factor = unit
     if TARGET == TO_E4M3:
         base = _base(
-            scale_ptr, unit, up_ptr, row, inside, scale_row, groups, rank, KIND, SCALE, GROUPS, RANK, BN
+            codes_ptr, scale_ptr, unit, up_ptr, row, inside, scale_row, groups, stride, rank,
+            KIND, SCALE, GROUPS, RANK, BN, BYTES,
         )  # fmt: skip
         factor = base
         if tl.program_id(1) == 0:

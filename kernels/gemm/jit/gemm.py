@@ -38,10 +38,8 @@ def gemm_kernel(
     b_at = b_ptr + (column % n).to(tl.int64)[None, :] * k + tl.arange(0, BK)[:, None]
     sa_at = sa_ptr + (row % m).to(tl.int64) * groups
     sb_at = sb_ptr + (column % n).to(tl.int64) // rows_per_scale * groups
-    if INTEGER and not GROUPED:
-        total = tl.zeros((BM, BN), tl.int32)
-    else:
-        total = tl.zeros((BM, BN), tl.float32)
+    SUM: tl.constexpr = tl.int32 if INTEGER else tl.float32
+    total = tl.zeros((BM, BN), tl.float32 if GROUPED else SUM)
     for step in range(tl.cdiv(k, BK)):
         if EVEN:
             a, b = tl.load(a_at), tl.load(b_at)
@@ -50,10 +48,10 @@ def gemm_kernel(
             a = tl.load(a_at, mask=tl.arange(0, BK)[None, :] < left, other=0.0)
             b = tl.load(b_at, mask=tl.arange(0, BK)[:, None] < left, other=0.0)
         if GROUPED:
-            part = tl.dot(a, b).to(tl.float32)
+            part = tl.dot(a, b, out_dtype=SUM).to(tl.float32)
             total += part * (tl.load(sa_at + step)[:, None] * tl.load(sb_at + step)[None, :])
         else:
-            total = tl.dot(a, b, total)
+            total = tl.dot(a, b, total, out_dtype=SUM)
         a_at += BK
         b_at += BK
     result = total.to(tl.float32)

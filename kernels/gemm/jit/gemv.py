@@ -12,12 +12,11 @@ from dq.kernels.gemm.jit.decode import E2M1, E4M3, INT4, byte_value, nibble, sca
 # Four bytes (operand 2) to two pairs of 16-bit lanes. Low and high nibbles apart: a block with four results would be
 # computed once for each product that takes two of them.
 # INT4: a code, its sign bit flipped, becomes the lowest bits of 128 (BF16) or 1024 (FP16); that and 8 are subtracted.
+# The pairs are bytes 0 and 2, then 1 and 3: no byte moves, `_crossed` brings x into the same order.
 _INT4 = """{{
     .reg .b32 a, b, one, off;
     mov.b32 one, {one};
     mov.b32 off, {off};
-    prmt.b32 a, $2, 0, 0x4140;
-    prmt.b32 b, $2, 0, 0x4342;
     {shift}
     lop3.b32 $0, a, 0x000F000F, {magic}, 0x6A;
     lop3.b32 $1, b, 0x000F000F, {magic}, 0x6A;
@@ -43,7 +42,8 @@ _FLOAT = """{{
     fma.rn.{t} $1, $1, up, zero;
     {scale}
 }}"""
-_RIGHT, _LEFT = (f"{op} a, a, 4;\n    {op} b, b, 4;" for op in ("shr.u32", "shl.b32"))
+_LEFT = "shl.b32 a, a, 4;\n    shl.b32 b, b, 4;"
+_LOW, _HIGH = "mov.b32 a, $2;\n    shr.u32 b, $2, 8;", "shr.u32 a, $2, 4;\n    shr.u32 b, $2, 12;"
 _SCALE = "fma.rn.{t} $0, $0, $3, zero;\n    fma.rn.{t} $1, $1, $4, zero;"
 _BF16 = dict(t="bf16x2", one="0x3F803F80", off="0xC308C308", magic="0x43084308")
 _FP16 = dict(t="f16x2", one="0x3C003C00", off="0xE408E408", magic="0x64086408")
@@ -59,7 +59,7 @@ def _both(text: str, low: str, high: str, bf16: dict, fp16: dict, scale: str = "
     return tuple(tl.constexpr(text.format(shift=shift, scale=scale.format(**d), **d)) for d, shift in ways)
 
 
-INT4_LB, INT4_HB, INT4_LH, INT4_HH = _both(_INT4, "", _RIGHT, _BF16, _FP16)
+INT4_LB, INT4_HB, INT4_LH, INT4_HH = _both(_INT4, _LOW, _HIGH, _BF16, _FP16)
 E2M1_LB, E2M1_HB, E2M1_LH, E2M1_HH = _both(_FLOAT, _LEFT, "", _E2M1_BF16, _E2M1_FP16)
 SCALED_LB, SCALED_HB, SCALED_LH, SCALED_HH = _both(_FLOAT, _LEFT, "", _E2M1_BF16, _E2M1_FP16, _SCALE)
 E4M3_B, E4M3_H = (tl.constexpr(_FLOAT.format(**d)) for d in (_E4M3_BF16, _E4M3_FP16))
@@ -68,7 +68,7 @@ ONE, TWO = tl.constexpr("=&r,=&r,r"), tl.constexpr("=&r,=&r,r,r,r")  # registers
 
 @triton.jit
 def _pair(code, KIND: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
-    """Bytes -> (values of their low nibbles, of their high ones), exact in dtype."""
+    """Bytes -> (values of their low nibbles, of their high ones), exact in dtype; INT4 by assembly in crossed order."""
     if ASM and dtype == tl.float16:
         LOW: tl.constexpr = INT4_LH if KIND == INT4 else E2M1_LH
         HIGH: tl.constexpr = INT4_HH if KIND == INT4 else E2M1_HH
@@ -82,6 +82,13 @@ def _pair(code, KIND: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
     else:
         code = code.to(tl.int32)
         return nibble(code & 15, KIND).to(dtype), nibble(code >> 4, KIND).to(dtype)
+
+
+@triton.jit
+def _crossed(x, BM: tl.constexpr, BYTES: tl.constexpr):
+    """Columns [BM, 2 BYTES] with bytes 1 and 2 of every four changed places, as the codes of `_pair` lie."""
+    x = tl.reshape(x, (BM, BYTES // 4, 2, 2, 2))
+    return tl.reshape(tl.permute(x, (0, 1, 3, 2, 4)), (BM, 2 * BYTES))
 
 
 @triton.jit
@@ -131,6 +138,8 @@ def _step(
     if PER_STEP:
         part = tl.zeros((BN, BM), tl.float32)
     if KIND < 2:
+        if ASM and KIND == INT4:
+            x = _crossed(x, BM, BYTES)
         even, odd = tl.split(tl.reshape(x, (BM, BYTES, 2)))
         if INSIDE > 0:
             G: tl.constexpr = BYTES // INSIDE

@@ -124,7 +124,10 @@ def expand_words_kernel(
     inside = row < n
     scale_row = row // rows_per_scale
     unit = _unit(unit_ptr, row, inside, UNIT)
-    base = _base(scale_ptr, unit, up_ptr, row, inside, scale_row, groups, rank, KIND, SCALE, GROUPS, RANK, BN)
+    base = _base(
+        words_ptr, scale_ptr, unit, up_ptr, row, inside, scale_row, groups, stride, rank,
+        KIND, SCALE, GROUPS, RANK, BN, WORDS,
+    )  # fmt: skip
     if tl.program_id(1) == 0:
         tl.store(base_ptr + row, base * unit, mask=inside)
         if EXTRA > 0:
