@@ -1,54 +1,64 @@
-"""FP8 W8A8 through cuBLASLt (`torch._scaled_mm`, row-wise scales): per-token activations, per-channel weights."""
+"""FP8 W8A8 by cuBLASLt (`torch._scaled_mm`, row-wise scales): per-token or static activations, per-channel weights."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from dq.kernels.gemm import gemm, rows
+from dq.kernels.library import why_not
 from dq.ops import BACKENDS, Backend, LinearParams, own_grid
-from dq.qtensor import choose_scale, encode
 from dq.spec import QuantSpec
 from dq.transforms import apply_steps
 
 _WEIGHTS = QuantSpec("fp8_e4m3", "channel")
-_ACTIVATIONS = QuantSpec("fp8_e4m3", "token", dynamic=True)
+_STATIC = QuantSpec("fp8_e4m3", "tensor")
 
 
-def _available() -> str:
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    major, minor = torch.cuda.get_device_capability()
-    return "" if (major, minor) >= (8, 9) else f"FP8 tensor cores need compute capability 8.9, this is {major}.{minor}"
+def refuse_fp8(params: LinearParams, device: torch.device, dtype: torch.dtype) -> str:
+    """What a row-wise FP8 product on this device cannot do for a layer, whatever its weights."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"input dtype {dtype}: the result is BF16, too coarse for it"
+    n = params.weight.shape[0]
+    return why_not(device, (8, 9), runs_on_cpu=True) or ("" if n % 16 == 0 else f"N={n} must be a multiple of 16")
 
 
 def _refuse(params: LinearParams, device: torch.device, dtype: torch.dtype) -> str:
-    if device.type != "cuda":
-        return f"the layer is on {device.type}"
-    if params.weight.spec != _WEIGHTS or params.activations != _ACTIVATIONS:
-        return "only fp8_e4m3/channel weights with fp8_e4m3/token activations"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"input dtype {dtype}: the result is BF16, too coarse for it"
-    n, k = params.weight.shape
-    return "" if n % 16 == 0 and k % 16 == 0 else f"K={k} and N={n} must be multiples of 16"
+    grids = (_STATIC,) if params.input_scale is not None else (rows.FP8,)
+    if params.weight.spec.with_(scale_rule="absmax", rule_params=()) != _WEIGHTS or params.activations not in grids:
+        return "only fp8_e4m3/channel weights with fp8_e4m3/token or static fp8_e4m3/tensor activations"
+    if getattr(params, "residual", 0) and params.input_scale is not None:
+        return "residual columns need scales per token"
+    k = params.weight.shape[1]
+    return refuse_fp8(params, device, dtype) or ("" if k % 16 == 0 else f"K={k} must be a multiple of 16")
+
+
+def _static(x: Tensor, params: LinearParams) -> tuple[Tensor, Tensor]:
+    scaled = apply_steps(x.to(torch.float32), params.steps) / params.input_scale
+    codes = scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return codes, params.input_scale.expand(len(x), 1).contiguous()
 
 
 def _run(x: Tensor, params: LinearParams) -> Tensor:
     """x [M, K] -> [M, N]; products in E4M3, accumulation in float32, one rounding to BF16."""
-    x32 = apply_steps(x.to(torch.float32), params.steps)
-    scales = choose_scale(x32, _ACTIVATIONS)
-    codes = encode(x32, scales, _ACTIVATIONS).codes
-    bias = None if params.bias is None else params.bias.to(torch.bfloat16)
     weight = params.weight
     if not len(x):
         return x.new_zeros(0, weight.shape[0])
-    y = torch._scaled_mm(
-        codes, weight.codes.t(), scale_a=scales.scale, scale_b=weight.scale.t(), bias=bias, out_dtype=torch.bfloat16
-    )
-    if params.down is not None:
-        y = y + (x.to(params.down.dtype) @ params.down.T) @ params.up.T
-    return y.to(x.dtype)
+    if params.input_scale is not None:
+        codes, scale = _static(x, params)
+    else:
+        residual, dual = getattr(params, "residual", 0), getattr(params, "dual", False)
+        codes, scale = rows.activate(x, params.steps, rows.FP8, "e4m3", residual, dual)
+    y = gemm.scaled_mm(codes, weight.codes, scale, weight.scale.reshape(-1), params.bias)
+    return add_low_rank(y, x, params).to(x.dtype)
 
 
-BACKENDS.register(
-    Backend("cublaslt-fp8", 100, _refuse, _run, own_grid, available=_available),
-)
+def add_low_rank(y: Tensor, x: Tensor, params: LinearParams) -> Tensor:
+    """`y + (x @ down^T) @ up^T` for y [M, N]; in one pass over y."""
+    if params.down is None:
+        return y
+    low = x.to(params.down.dtype) @ params.down.T
+    return torch.addmm(y, low.to(y.dtype), params.up.T.to(y.dtype))
+
+
+BACKENDS.register(Backend("cublaslt-fp8", 100, _refuse, _run, own_grid))

@@ -66,9 +66,16 @@ def why_not(weight: Tensor, spec: QuantSpec) -> str:
     return f"no kernel for {spec} {dict(spec.rule_params) or ''}" if _rule(spec) is None else ""
 
 
+def _pairs(x: Tensor, spec: QuantSpec) -> bool:
+    """Whether `absmax` can take two values at a time: whole blocks of BF16, as int32 words where they lie."""
+    whole = x.shape[1] % 16 == 0 and x.data_ptr() % 16 == 0
+    return spec.scale_rule == "absmax" and x.dtype == torch.bfloat16 and whole
+
+
 def enqueue(x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> tuple[QTensor, Tensor]:
     """Enqueues both kernels; returns the result and the bits of max |x|, without waiting for either."""
     from dq.kernels.quantize.jit.nvfp4 import amax_kernel, quantize_kernel
+    from dq.kernels.quantize.jit.pairs import absmax_kernel
 
     x = x.detach().contiguous()
     rows, width = x.shape
@@ -80,11 +87,14 @@ def enqueue(x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> tuple[QTe
     unit = torch.empty(1, dtype=torch.float32, device=x.device)
     amax_kernel[(-(-x.numel() // (_AMAX["TILE"] * _AMAX["STEPS"])),)](x, bits, x.numel(), **_AMAX)
     top = bits.view(torch.float32) if amax is None else amax.to(unit).reshape(1)
-    levels = dict(TWO_LEVELS=spec.global_scale is not None, FULL=width % 16 == 0, FUSED=x.is_cuda)
-    # No fused multiply-adds but those that the kernel asks for: the reference rounds products before it subtracts.
-    quantize_kernel[(-(-total // tile["BLOCKS"]),)](
-        x, top, codes, scale, unit, total, width, groups, **_rule(spec), **levels, **tile, enable_fp_fusion=False
-    )
+    # No fused multiply-adds but those that the kernels ask for: the reference rounds products before it subtracts.
+    levels = dict(TWO_LEVELS=spec.global_scale is not None, FUSED=x.is_cuda, enable_fp_fusion=False)
+    grid = (-(-total // tile["BLOCKS"]),)
+    if _pairs(x, spec):
+        absmax_kernel[grid](x, x.view(torch.int32), top, codes, scale, unit, total, **levels, **tile)
+    else:
+        full = dict(FULL=width % 16 == 0)
+        quantize_kernel[grid](x, top, codes, scale, unit, total, width, groups, **_rule(spec), **levels, **full, **tile)
     second = unit if spec.global_scale else None
     return QTensor(codes, scale.view(torch.float8_e4m3fn), second, spec, (rows, width)), bits
 

@@ -31,6 +31,8 @@ def tensors(shapes: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, torch.Te
         halves = torch.randint(-24, 25, shape, generator=g) / 4
         halves[:, ::16] = 6.0
         yield f"ties {shape}", halves, 2688.0  # both scales are 1: quarters lie on the bounds between codes
+        for steps in (-3, 1, 5):  # and here a few float32 steps beside them
+            yield f"near ties {steps} {shape}", halves, 2688.0 * (1 + steps * 2.0**-23)
     x = torch.randn(8, 64, generator=g)
     for size in (1e30, 1e-30, 1e-38, 2.0**-149):
         yield f"times {size}", x * size, None

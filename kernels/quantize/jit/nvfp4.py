@@ -28,7 +28,7 @@ def amax_kernel(x_ptr, bits_ptr, total, TILE: tl.constexpr, STEPS: tl.constexpr)
 
 
 @triton.jit
-def _second_level(amax_ptr, TWO_LEVELS: tl.constexpr):
+def second_level(amax_ptr, TWO_LEVELS: tl.constexpr):
     """`amax / (6 * 448)`, at least the smallest normal number; 1 for a tensor of zeros and without a second level."""
     unit = tl.full((), 1.0, tl.float32)
     if TWO_LEVELS:
@@ -78,6 +78,28 @@ def _swept(
 
 
 @triton.jit
+def quantize_blocks(
+    x, unit,
+    SWEEP: tl.constexpr, E4M3: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    FUSED: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """(bytes of two E2M1 codes [BLOCKS, 8], E4M3 codes [BLOCKS]) of x [BLOCKS, 16], both int32."""
+    power = inverse_power(unit)
+    a = tl.abs(x)
+    near = a * power
+    top = tl.max(a, axis=1)
+    scale = tl.div_rn(tl.div_rn(top, 6.0), unit)
+    scale, code = round_float(tl.minimum(tl.maximum(scale, 0.001953125), 448.0), -6, 3)
+    if SWEEP:
+        code = _swept(a, near, code, unit, power, E4M3, FUSED, LOW, HIGH, BLOCKS)
+    code = tl.where(top > 0, code, 1)
+    _, element = _elements(near, e4m3_value(code) * unit, power, FUSED)
+    element = tl.where((x < 0) & (element > 0), element | 8, element)
+    low, high = tl.split(tl.reshape(element, (BLOCKS, 8, 2)))
+    return low | (high << 4), code
+
+
+@triton.jit
 def quantize_kernel(
     x_ptr, amax_ptr, codes_ptr, scale_ptr, global_ptr, total, width, groups,
     TWO_LEVELS: tl.constexpr, SWEEP: tl.constexpr, E4M3: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
@@ -103,22 +125,10 @@ def quantize_kernel(
         column = (block % groups)[:, None] * 16 + tl.arange(0, 16)[None, :]
         at = (block // groups)[:, None] * width + column
         x = tl.load(x_ptr + at, mask=inside[:, None] & (column < width), other=0.0).to(tl.float32)
-    unit = _second_level(amax_ptr, TWO_LEVELS)
-    power = inverse_power(unit)
-    a = tl.abs(x)
-    near = a * power
-    top = tl.max(a, axis=1)
-    scale = tl.div_rn(tl.div_rn(top, 6.0), unit)
-    scale, code = round_float(tl.minimum(tl.maximum(scale, 0.001953125), 448.0), -6, 3)
-    if SWEEP:
-        code = _swept(a, near, code, unit, power, E4M3, FUSED, LOW, HIGH, BLOCKS)
-    code = tl.where(top > 0, code, 1)
+    unit = second_level(amax_ptr, TWO_LEVELS)
+    pair, code = quantize_blocks(x, unit, SWEEP, E4M3, LOW, HIGH, FUSED, BLOCKS)
     tl.store(scale_ptr + block, code.to(tl.uint8), mask=inside)
-
-    _, element = _elements(near, e4m3_value(code) * unit, power, FUSED)
-    element = tl.where((x < 0) & (element > 0), element | 8, element)
-    low, high = tl.split(tl.reshape(element, (BLOCKS, 8, 2)))
     at = block[:, None] * 8 + tl.arange(0, 8)[None, :]
-    tl.store(codes_ptr + at, (low | (high << 4)).to(tl.uint8), mask=inside[:, None])
+    tl.store(codes_ptr + at, pair.to(tl.uint8), mask=inside[:, None])
     if TWO_LEVELS:
         tl.store(global_ptr, unit, mask=tl.program_id(0) == 0)

@@ -1,0 +1,172 @@
+"""Rounding of a tile [C, 8] to an activation grid, as what a GEMM on FP8 or INT8 tensor cores multiplies.
+
+A row has a factor, applied after the product: `base` here, times a second level: that of NVFP4, or the scale of a whole
+row. Values are code times block scale over base; blocks lie along the row, see `rotate.group_max`.
+"""
+
+import triton
+import triton.language as tl
+
+from dq.kernels.activation.jit.rotate import group_max
+from dq.kernels.quantize.jit.floats import divide, round_float
+
+TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
+
+
+@triton.jit
+def round_signed(q, LOW: tl.constexpr, MANTISSA: tl.constexpr, TOP: tl.constexpr):
+    """q rounded to a small float, half to even, saturating; -0 becomes 0. See `floats.round_float`."""
+    q = tl.minimum(tl.maximum(q, -TOP), TOP)
+    FLOOR: tl.constexpr = (LOW + 127) << 23
+    exponent = tl.maximum(q.to(tl.int32, bitcast=True) & 0x7F800000, FLOOR)
+    magic = (exponent + (((23 - MANTISSA) << 23) + (1 << 22))).to(tl.float32, bitcast=True)
+    return (q + magic) - magic
+
+
+@triton.jit
+def round_whole(q):
+    """q rounded to a whole number, half to even, |q| < 2^22; a quotient by the scale of its maximum never exceeds that
+    of the maximum by half a step."""
+    return (q + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def e4m3_bits(v, HARDWARE: tl.constexpr):
+    """Bytes of v in E4M3, saturating; by integer arithmetic where the device has no such type."""
+    if HARDWARE:
+        return v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        _, code = round_float(tl.minimum(tl.abs(v), 448.0), -6, 3)
+        return (code | ((v.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def quotient(y, step, EXACT: tl.constexpr, FUSED: tl.constexpr):
+    """y / step; EXACT: correctly rounded, as the reference divides. Else by the reciprocal, one ulp away at most: what
+    went through a rotation has lost more than that."""
+    if EXACT:
+        return divide(y, step, tl.div_rn(1.0, step), FUSED)
+    else:
+        return y * (1.0 / step)
+
+
+@triton.jit
+def power_of_two(a, TOP: tl.constexpr, RULE: tl.constexpr, MANTISSA: tl.constexpr):
+    """Shared exponent k of MX for block maxima a: modes `floor`, `even`, `ceil`, `rceil` of dq.scales.exponent."""
+    if RULE == "rceil":
+        a = tl.div_rn(a, TOP)
+    bits = tl.maximum(a.to(tl.int32, bitcast=True), 1)
+    if RULE == "even":
+        bits = bits + (1 << (22 - MANTISSA))
+    if RULE == "ceil" or RULE == "rceil":
+        bits = bits + 0x7FFFFF
+    k = (bits >> 23) - 127
+    if RULE != "rceil":
+        k = k - (8 if TOP == 448.0 else 2)
+    return tl.minimum(tl.maximum(k, -126), 127)
+
+
+@triton.jit
+def exp2_int(k):
+    """2^k for -126 <= k <= 127."""
+    return ((k + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def stored(scale, HALF: tl.constexpr):
+    """A group scale as its format holds it: float32, or FP16 within its range, and never 0."""
+    if HALF:
+        return tl.minimum(tl.maximum(scale, 5.9604644775390625e-08), 65504.0).to(tl.float16).to(tl.float32)
+    else:
+        return tl.maximum(scale, TINY)
+
+
+@triton.jit
+def row_levels(top, beside, KIND: tl.constexpr, HALF: tl.constexpr, RULE: tl.constexpr):
+    """(base, second level) of a row with maximum `top`; base is raised until `beside`, the maximum of its low-rank
+    columns, fits E4M3 too."""
+    unit = tl.full((), 1.0, tl.float32)
+    if KIND == "fp8":
+        top = tl.maximum(top, beside)
+        base = tl.where(top > 0, tl.maximum(tl.div_rn(top, 448.0), TINY), 1.0)
+    elif KIND == "int8" or KIND == "int4":
+        base = unit
+        unit = tl.where(top > 0, tl.maximum(tl.div_rn(top, 127.0 if KIND == "int8" else 7.0), TINY), 1.0)
+    elif KIND == "int4-group":
+        base = tl.where(top > 0, stored(tl.div_rn(top, 7.0), HALF) * 0.03125, 1.0)
+    elif KIND == "nvfp4":
+        unit = tl.where(top > 0, tl.maximum(tl.div_rn(top, 2688.0), TINY), 1.0)
+        base = unit * 0.0 + 8.0
+    elif KIND == "mxfp4":
+        base = tl.where(top > 0, exp2_int(tl.maximum(power_of_two(top, 6.0, RULE, 1) - 6, -126)), 1.0)
+    elif KIND == "mxfp8":
+        base = tl.where(top > 0, exp2_int(power_of_two(top, 448.0, RULE, 3)), 1.0)
+    else:
+        base = unit
+    if KIND != "fp8" and KIND != "int8":
+        ratio = tl.maximum(tl.div_rn(beside, 448.0 * (base * unit)), 1.0)
+        base = base * exp2_int(((ratio.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) - 127)
+    return base, unit
+
+
+@triton.jit
+def rounded(
+    y, base, unit, KIND: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, RULE: tl.constexpr,
+    EXACT: tl.constexpr, FUSED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """(elements of the grid [C, 8], what to multiply them with [C], block scales [C]) of a tile.
+
+    Elements times that factor are the values over `base`, elements times block scale and second level those that the
+    grid means. FP8 elements come unrounded: the conversion to E4M3 rounds them.
+    """
+    scale = tl.full((C,), 1.0, tl.float32)
+    if KIND == "fp8":
+        return quotient(y, base, EXACT, FUSED), scale, scale
+    elif KIND == "int8" or KIND == "int4":
+        return round_whole(quotient(y, unit, EXACT, FUSED)), scale * tl.div_rn(1.0, base), scale
+    else:
+        top = group_max(tl.max(tl.abs(y), axis=1), GROUP, C)
+        if KIND == "fp8-group":
+            own = tl.where(top > 0, tl.maximum(tl.div_rn(top, 448.0), TINY), 1.0)
+            v, share, scale = quotient(y, own[:, None], EXACT, FUSED), scale, own
+        elif KIND == "int4-group":
+            scale = tl.where(top > 0, stored(tl.div_rn(top, 7.0), HALF), 1.0)
+            v = round_whole(quotient(y, scale[:, None], EXACT, FUSED))
+            share = tl.div_rn(scale, base)
+        elif KIND == "nvfp4":
+            scale = divide(top, 6.0, 0.16666667163372039795, FUSED)
+            scale = divide(scale, unit, tl.div_rn(1.0, unit), FUSED)
+            scale, _ = round_float(tl.minimum(tl.maximum(scale, 0.001953125), 448.0), -6, 3)
+            v = round_signed(quotient(y, (scale * unit)[:, None], EXACT, FUSED), 0, 1, 6.0)
+        elif KIND == "mxfp4":
+            scale = exp2_int(power_of_two(top, 6.0, RULE, 1))
+            v = round_signed(y * (1.0 / scale)[:, None], 0, 1, 6.0)
+        else:
+            scale = exp2_int(power_of_two(top, 448.0, RULE, 3))
+            v = round_signed(y * (1.0 / scale)[:, None], -6, 3, 448.0)
+        if KIND == "nvfp4" or KIND == "mxfp4" or KIND == "mxfp8":
+            share = scale * tl.div_rn(1.0, base)  # base is a power of two
+        return v, share, scale
+
+
+@triton.jit
+def nibbles(v, KIND: tl.constexpr, C: tl.constexpr):
+    """Elements [C, 8] as bytes of two codes [C, 4], the first in the low nibble: E2M1, or two's complement."""
+    if KIND == "int4":
+        code = v.to(tl.int32) & 15
+    else:
+        _, code = round_float(tl.abs(v), 0, 1)
+        code = tl.where(v < 0, code | 8, code)
+    low, high = tl.split(tl.reshape(code, (C, 4, 2)))
+    return (low | (high << 4)).to(tl.uint8)
+
+
+@triton.jit
+def scale_bytes(scale, KIND: tl.constexpr):
+    """Block scales as they rest: E4M3, or biased exponents (0 for a block of zeros)."""
+    if KIND == "nvfp4":
+        _, code = round_float(scale, -6, 3)
+    else:
+        code = scale.to(tl.int32, bitcast=True) >> 23
+        code = tl.where(code == 1, 0, code)
+    return code.to(tl.uint8)

@@ -1,0 +1,50 @@
+"""Blackwell's block-scaled tensor cores: NVFP4, MXFP4 and MXFP8 weights and activations as they rest."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dq.kernels.backends.scaled_mm import add_low_rank
+from dq.kernels.gemm import layout, rows
+from dq.kernels.gemm.block_scaled import block_scaled
+from dq.kernels.library import capability, why_not
+from dq.ops import BACKENDS, Backend, LinearParams, own_grid
+from dq.spec import SPECS
+
+_PAIRS = {"nvfp4": "nvfp4-token", "mxfp4": "mxfp4", "mxfp8": "mxfp8"}
+
+
+def _pair(params: LinearParams) -> str:
+    """Which of `_PAIRS` the layer is, whatever its scale rules; "" if none."""
+    for name, other in _PAIRS.items():
+        weights, grid = SPECS.get(name).spec, SPECS.get(other).spec
+        rule = dict(scale_rule=weights.scale_rule, rule_params=())
+        same = params.activations is not None and params.activations.with_(**rule, dynamic=grid.dynamic) == grid
+        if same and params.weight.spec.with_(**rule) == weights:
+            return name
+    return ""
+
+
+def _refuse(params: LinearParams, device: torch.device, dtype: torch.dtype) -> str:
+    if not _pair(params):
+        return "only " + ", ".join(f"{w} weights with {a} activations" for w, a in _PAIRS.items())
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"input dtype {dtype}"
+    why = why_not(device, (10, 0))
+    if why or capability(device)[0] not in (10, 12):
+        return why or f"no block-scaled tensor cores on compute capability {capability(device)}"
+    k = params.weight.shape[1]
+    return "residual columns" if getattr(params, "residual", 0) else "" if k % 64 == 0 else f"K={k}: multiples of 64"
+
+
+def _run(x: Tensor, params: LinearParams) -> Tensor:
+    """x [M, K] -> [M, N]; exact products, float32 sums, one rounding to the dtype of x."""
+    lay = layout.layout_of(params.weight.spec)
+    codes, scale, unit = layout.parts(params.weight)
+    a, sa, row = rows.pack(x, params.steps, params.activations)
+    y = block_scaled(a, sa, row, codes, scale, unit, params.bias, lay.kind, lay.group, x.dtype)
+    return add_low_rank(y, x, params)
+
+
+BACKENDS.register(Backend("block-scaled-mma", 110, _refuse, _run, own_grid))

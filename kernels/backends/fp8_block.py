@@ -1,0 +1,34 @@
+"""DeepSeek's FP8: activations with a scale per 1 x 128, weights per 128 x 128, each partial sum scaled in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dq.kernels.backends.scaled_mm import add_low_rank
+from dq.kernels.gemm import gemm, rows
+from dq.kernels.library import why_not
+from dq.ops import BACKENDS, Backend, LinearParams, own_grid
+from dq.spec import SPECS
+
+_WEIGHTS, _ACTIVATIONS = SPECS.get("fp8-block").spec, SPECS.get("fp8-block-token").spec
+
+
+def _refuse(params: LinearParams, device: torch.device, dtype: torch.dtype) -> str:
+    if params.weight.spec.with_(scale_rule="absmax", rule_params=()) != _WEIGHTS or params.activations != _ACTIVATIONS:
+        return "only fp8-block weights with fp8-block-token activations"
+    if getattr(params, "residual", 0) or dtype not in (torch.bfloat16, torch.float16):
+        return "residual columns" if getattr(params, "residual", 0) else f"input dtype {dtype}"
+    return why_not(device, (8, 9), runs_on_cpu=True)
+
+
+def _run(x: Tensor, params: LinearParams) -> Tensor:
+    """x [M, K] -> [M, N]; float32 sums, one rounding to the dtype of x."""
+    weight = params.weight
+    codes, scale = rows.activate(x, params.steps, _ACTIVATIONS, "e4m3")
+    values = weight.codes[:, : weight.shape[1]]
+    y = gemm.gemm(codes, values, scale, weight.scale, params.bias, 128, 128, x.dtype)
+    return add_low_rank(y, x, params)
+
+
+BACKENDS.register(Backend("fp8-block", 80, _refuse, _run, own_grid))

@@ -1,0 +1,175 @@
+"""Expansion of a weight at rest into what a GEMM takes, just before it runs; memory stays that of the codes.
+
+    E4M3   w = e4m3 * base,  base float32 [N]: one factor per row, which the GEMM applies at its end
+           scale per row                       base = scale (codes are exact in E4M3)
+           E4M3 block scales (NVFP4)           base = 8 * second level,  e4m3 = E4M3(code * scale / 8)
+           other groups                        base = largest scale of the row / 32 (INT4) or / 64 (MXFP4),
+                                               e4m3 = E4M3(code * scale / base)
+    float  code * scale * second level, rounded once
+    INT8   the codes of INT4
+
+With a low-rank branch, E4M3 rows continue with `up` in two stages, [U1 | U1 | U2], to meet [T1 | T2 | T1] of the input:
+three cross terms keep 2^-8 of the product (relative error 2e-3, a BF16 branch has 2.9e-3). `base` is then raised by a
+power of two until up / base fits E4M3.
+
+The result is an ordinary tensor of the caching allocator: layers that run one after the other share its memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dq.kernels.gemm import layout as layouts
+from dq.kernels.gemm.layout import Layout
+from dq.kernels.library import capability, define, native_fp8
+from dq.qtensor import QTensor
+from dq.scales import ceil_log2, divide, power
+
+_TARGETS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float16: 1, torch.int8: 2}
+KINDS = ("int4", "e2m1", "int8", "e4m3")
+
+
+def _pow2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def scale_kind(scale: Tensor) -> int:
+    """How kernels read stored scales: 0 floats, 1 E4M3, 2 biased exponents."""
+    return {torch.float8_e4m3fn: 1, torch.uint8: 2}.get(scale.dtype, 0)
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """E4M3 as bytes: kernels decode it themselves, and Ampere's compiler has no such type."""
+    return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
+
+
+def unit_kind(unit: Tensor | None) -> int:
+    """How kernels read the second level: 0 none, 1 one for the tensor, 2 one per row."""
+    return 0 if unit is None else 1 + (unit.numel() > 1)
+
+
+def _launch(codes, scale, unit, up, kind, group, rows, k, width, dtype) -> tuple[Tensor, Tensor]:
+    n, groups = len(codes), scale.shape[1]
+    out = torch.empty(n, width, dtype=dtype, device=codes.device)
+    base = torch.empty(n, dtype=torch.float32, device=codes.device)
+    if not n or not width:
+        return out, base
+    rank, extra = 0 if up is None else up.shape[1], width - k
+    scales = as_bytes(scale)
+    data = (scales, scales if unit is None else unit, scales if up is None else up, as_bytes(out))
+    sizes = (n, k, groups)
+    options = dict(
+        KIND=KINDS.index(kind), SCALE=scale_kind(scale), UNIT=unit_kind(unit), FP8=native_fp8(codes.device),
+        GROUPS=_pow2(groups), RANK=_pow2(rank) if rank else 0, EXTRA=_pow2(extra) if extra else 0, num_warps=4,
+    )  # fmt: skip
+    size = (group if groups > 1 else 0) or 64  # elements that a tile takes at one scale
+    words = dtype == torch.float8_e4m3fn and capability(codes.device) >= (8, 9) and not (k % 8 or width % 4)
+    if words and codes.shape[1] % 4 == 0:
+        _launch_words(codes, data, base, sizes, rank, width, rows or n, size, options)
+    else:
+        _launch_values(codes, data, base, sizes, rank, width, rows or n, size, options | dict(TARGET=_TARGETS[dtype]))
+    return out, base
+
+
+def _grid(n: int, bn: int, steps: int) -> tuple[int, int]:
+    """Programs over rows, and over columns where rows alone are too few to fill a GPU."""
+    blocks = -(-n // bn)
+    return blocks, max(1, min(steps, 2048 // blocks))
+
+
+def _launch_values(codes, data, base, sizes, rank, width, rows, size, options) -> None:
+    from dq.kernels.gemm.jit.expand import expand_kernel
+
+    scale, unit, up, out = data
+    eight = options["KIND"] >= 2
+    tile = dict(BYTES=size if eight else size // 2, BN=4 if codes.is_cuda else 8)
+    tile["BG"] = max(1, (1024 if codes.is_cuda else 128) // size)
+    steps = -(-sizes[1] // (size * tile["BG"]))
+    expand_kernel[_grid(sizes[0], tile["BN"], steps)](
+        as_bytes(codes).view(torch.uint8), scale, unit, up, out, base,
+        *sizes, codes.shape[1], rank, width, rows, steps, **options, **tile,
+    )  # fmt: skip
+
+
+def _launch_words(codes, data, base, sizes, rank, width, rows, size, options) -> None:
+    from dq.kernels.gemm.jit.words import expand_words_kernel
+
+    scale, unit, up, out = data
+    tile = dict(WORDS=size // 8, BN=4, BG=max(1, 1024 // size))
+    steps = -(-sizes[1] // (size * tile["BG"]))
+    expand_words_kernel[_grid(sizes[0], tile["BN"], steps)](
+        codes.view(torch.int32), scale, unit, up, out, out.view(torch.int32), base,
+        *sizes, codes.shape[1] // 4, rank, width, rows, steps, **options, **tile,
+    )  # fmt: skip
+
+
+def _reference(codes, scale, unit, up, kind, group, rows, k, width, dtype) -> tuple[Tensor, Tensor]:
+    """The formulas of the module, in float32."""
+    lay, n = Layout(kind, group if scale.shape[1] > 1 else 0, rows), len(codes)
+    value = layouts.values(codes, kind, k)
+    base = torch.ones(n)
+    if dtype == torch.int8:
+        return value.to(torch.int8), base
+    steps = layouts.spread(layouts.scale_values(scale), lay, n, 0)
+    second = torch.ones(n) if unit is None else unit.expand(n)
+    if dtype != torch.float8_e4m3fn:
+        return (value * layouts.spread(steps * second[:, None], Layout(kind, lay.group, 1), n, k)).to(dtype), base
+    if scale.dtype == torch.float8_e4m3fn:
+        base = torch.full((n,), 8.0)
+    else:
+        base = _largest(steps, value, lay.group) * (1.0 if not lay.group else 1 / 32 if kind == "int4" else 1 / 64)
+    if up is not None:
+        ratio = divide(up.to(torch.float32).abs().amax(1), 1.0) / (448.0 * (base * second))
+        base = base * power(ceil_log2(ratio.clamp(min=1.0)))
+    out = torch.zeros(n, width)
+    out[:, :k] = value * layouts.spread(steps / base[:, None], Layout(kind, lay.group, 1), n, k)
+    base = base * second
+    if up is not None:
+        out[:, k : k + 3 * up.shape[1]] = two_stages(up.to(torch.float32) / base[:, None], (0, 0, 1))
+    return out.clamp(-448, 448).to(torch.float8_e4m3fn), base
+
+
+def _largest(steps: Tensor, value: Tensor, group: int) -> Tensor:
+    """Largest scale of each row among groups that hold anything: the scale of a group of zeros is 1.0 by convention."""
+    if not group:
+        return steps[:, 0]
+    full = torch.nn.functional.pad(value, (0, steps.shape[1] * group - value.shape[1]))
+    filled = (full.unflatten(1, (-1, group)) != 0).any(-1)
+    largest = torch.where(filled, steps, 0.0).amax(1)
+    return torch.where(largest > 1e-36, largest, 1.0)
+
+
+def two_stages(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """x [N, r] as E4M3 values and what they miss of x, in E4M3 too; these stages side by side in the given order."""
+    first = x.clamp(-448, 448).to(torch.float8_e4m3fn).to(torch.float32)
+    rest = (x - first).clamp(-448, 448).to(torch.float8_e4m3fn).to(torch.float32)
+    return torch.cat([(first, rest)[i] for i in order], 1)
+
+
+def _fake(codes, scale, unit, up, kind, group, rows, k, width, dtype) -> tuple[Tensor, Tensor]:
+    return codes.new_empty(len(codes), width, dtype=dtype), codes.new_empty(len(codes), dtype=torch.float32)
+
+
+_expand = define(
+    "expand(Tensor codes, Tensor scale, Tensor? unit, Tensor? up, str kind, int group, int rows, int k, int width, "
+    "ScalarType dtype) -> (Tensor, Tensor)",
+    _launch, _fake, _reference,
+)  # fmt: skip
+
+
+def expand(
+    weight: QTensor, dtype: torch.dtype, up: Tensor | None = None, width: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(w [N, width] in `dtype`, base float32 [N]); see the module for the values.
+
+    Args:
+        weight: one that `layout.why_not` accepts.
+        dtype: float8_e4m3fn (from 4-bit codes), bfloat16, float16, or int8 (from INT4); base is unset but for E4M3.
+        up: [N, r] low-rank factor whose 3r columns follow the K of the weight (E4M3 only).
+        width: columns of the result, the last ones zero; default K, or K + 3r.
+    """
+    lay, k = layouts.layout_of(weight.spec), weight.shape[1]
+    codes, scale, unit = layouts.parts(weight)
+    width = width or k + (0 if up is None else 3 * up.shape[1])
+    return _expand(codes, scale, unit, up, lay.kind, lay.group, lay.rows, k, width, dtype)

@@ -1,0 +1,1 @@
+"""Triton kernels. Importing a module of this folder needs triton; nothing here is imported before a kernel runs."""

@@ -1,0 +1,64 @@
+"""8-bit matrix products on tensor cores: INT8 with exact int32 sums, E4M3 with float32 sums."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tile(n, m, BM: tl.constexpr, BN: tl.constexpr, BAND: tl.constexpr):
+    """(row, column) of a program's tile; BAND tile rows run together, so that tiles in flight share what L2 holds."""
+    down, across = tl.cdiv(m, BM), tl.cdiv(n, BN)
+    program = tl.program_id(0)
+    band = program // (BAND * across)
+    size = tl.minimum(down - band * BAND, BAND)
+    inner = program % (BAND * across)
+    return band * BAND + inner % size, inner // size
+
+
+@triton.jit
+def gemm_kernel(
+    a_ptr, b_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr,
+    m, n, k, groups, rows_per_scale,
+    INTEGER: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """out[m, n] = sum_g sa[m, g] sb[n, g] sum_{k in g} a[m, k] b[n, k] + bias[n], one BM x BN tile a program.
+
+    Args:
+        a_ptr, b_ptr: int8 or E4M3, [M, K] and [N, K].
+        sa_ptr, sb_ptr: float32 [M, groups] and [ceil(N / rows_per_scale), groups]; groups = 1 unless GROUPED.
+        GROUPED: a scale per BK columns, applied to each partial sum; else once at the end.
+        EVEN: K is a multiple of BK.
+    """
+    tile_m, tile_n = _tile(n, m, BM, BN, BAND)
+    row = tile_m * BM + tl.arange(0, BM)
+    column = tile_n * BN + tl.arange(0, BN)
+    # Beyond the edge rows are read again instead of masked; what they give is not stored.
+    a_at = a_ptr + (row % m).to(tl.int64)[:, None] * k + tl.arange(0, BK)[None, :]
+    b_at = b_ptr + (column % n).to(tl.int64)[None, :] * k + tl.arange(0, BK)[:, None]
+    sa_at = sa_ptr + (row % m).to(tl.int64) * groups
+    sb_at = sb_ptr + (column % n).to(tl.int64) // rows_per_scale * groups
+    SUM: tl.constexpr = tl.int32 if INTEGER else tl.float32
+    total = tl.zeros((BM, BN), tl.float32 if GROUPED else SUM)
+    for step in range(tl.cdiv(k, BK)):
+        if EVEN:
+            a, b = tl.load(a_at), tl.load(b_at)
+        else:
+            left = k - step * BK
+            a = tl.load(a_at, mask=tl.arange(0, BK)[None, :] < left, other=0.0)
+            b = tl.load(b_at, mask=tl.arange(0, BK)[:, None] < left, other=0.0)
+        if GROUPED:
+            part = tl.dot(a, b, out_dtype=SUM).to(tl.float32)
+            total += part * (tl.load(sa_at + step)[:, None] * tl.load(sb_at + step)[None, :])
+        else:
+            total = tl.dot(a, b, total, out_dtype=SUM)
+        a_at += BK
+        b_at += BK
+    result = total.to(tl.float32)
+    if not GROUPED:
+        result = result * (tl.load(sa_at)[:, None] * tl.load(sb_at)[None, :])
+    inside = (row < m)[:, None] & (column < n)[None, :]
+    if BIAS:
+        result += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
+    at = out_ptr + row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(at, result.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,109 @@
+"""The input of a quantized linear as its GEMM takes it: transformed, scaled per row, rounded.
+
+`activate` hands over to the fused kernel of dq.kernels.activation where that covers the case, else to plain torch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dq.kernels.activation import api
+from dq.kernels.gemm.expand import two_stages
+from dq.qtensor import choose_scale, effective_scale, encode
+from dq.scales import ceil_log2, divide, power
+from dq.spec import QuantSpec
+from dq.transforms import Step, apply_steps
+
+FP8 = QuantSpec("fp8_e4m3", "token", dynamic=True)
+
+
+def activate(
+    x: Tensor,
+    steps: list[Step],
+    grid: QuantSpec,
+    target: str,
+    residual: int = 0,
+    dual: bool = False,
+    extra: Tensor | None = None,
+    width: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(codes [M, width], scale float32 [M, 1]; [M, G] of INT4 and FP8 in groups) of `pre(x)` for x [M, K].
+
+    Args:
+        steps: input steps, applied in float32.
+        grid: activation grid.
+        target: `e4m3`: values in E4M3, of 4-bit grids `element * block scale` rounded to it; `int8`: integer codes.
+        residual, dual: S columns Q(x'_o - q_o) for the last S ones o, and q_o again, behind the K of x.
+        extra: low-rank input t [M, r], appended as [T1 | T2 | T1] (see dq.kernels.gemm.expand), `e4m3` only.
+        width: columns of the result, the last ones zero.
+    """
+    if not api.why_not(steps, grid, target, x.shape[1], residual):
+        return api.activate(x, steps, grid, target, residual, dual, extra, width)
+    return by_torch(x, steps, grid, target, residual, dual, extra, width)
+
+
+def by_torch(
+    x: Tensor,
+    steps: list[Step],
+    grid: QuantSpec,
+    target: str,
+    residual: int = 0,
+    dual: bool = False,
+    extra: Tensor | None = None,
+    width: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`activate` without a kernel."""
+    x32 = apply_steps(x.to(torch.float32), steps)
+    if target == "int8" or (grid.format == "fp8_e4m3" and grid.scale_format == "fp32" and grid.group_size):
+        q = encode(x32, choose_scale(x32, grid), grid)
+        codes = grid.fmt.unpack_values(q.codes, grid.padded_width(x.shape[1])) if target == "int8" else q.codes
+        codes = codes.to(torch.int8) if target == "int8" else codes
+        return codes[:, : x.shape[1]], q.scale.to(torch.float32)
+    value, scale = _token(x32, extra) if grid == FP8 else _executed(x32, grid, extra)
+    parts = [value]
+    if residual:
+        first = value[:, -residual:].to(torch.float8_e4m3fn).to(torch.float32)
+        parts += [value[:, -residual:] - first] + [first] * dual
+    if extra is not None:
+        parts.append(two_stages(extra.to(torch.float32) / scale, (0, 1, 0)))
+    have = sum(p.shape[1] for p in parts)
+    if width is not None and width > have:
+        parts.append(x32.new_zeros(len(x), width - have))
+    joined = torch.cat(parts, 1) if len(parts) > 1 else value
+    return joined.clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+
+
+def _token(x: Tensor, extra: Tensor | None) -> tuple[Tensor, Tensor]:
+    """FP8 with one scale per token, which covers the low-rank input too."""
+    amax = x.abs().amax(1, keepdim=True)
+    if extra is not None:
+        amax = torch.maximum(amax, extra.to(torch.float32).abs().amax(1, keepdim=True))
+    scale = torch.where(amax > 0, divide(amax, 448.0), 1.0)
+    return x / scale, scale
+
+
+def _executed(x: Tensor, grid: QuantSpec, extra: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A 4-bit grid as FP8 tensor cores multiply it: (values to be rounded to E4M3, factor of each row)."""
+    scales = choose_scale(x, grid)
+    block = effective_scale(scales, grid)
+    if grid.scale_format == "fp8_e4m3":
+        row, factor = torch.full_like(block[:, :1], 8.0), scales.global_scale
+    elif block.shape[1] == 1:
+        row, factor = block, None
+    else:
+        row, factor = block.amax(1, keepdim=True) * (1 / 64 if grid.scale_format == "e8m0" else 1 / 32), None
+    if extra is not None:
+        whole = row if factor is None else row * factor
+        ratio = extra.to(torch.float32).abs().amax(1, keepdim=True) / (448.0 * whole)
+        row = row * power(ceil_log2(ratio.clamp(min=1.0)))
+    codes = grid.fmt.unpack_values(encode(x, scales, grid).codes, grid.padded_width(x.shape[1]))
+    steps = (block / row).repeat_interleave(grid.columns or x.shape[1], 1)[:, : x.shape[1]]
+    return codes[:, : x.shape[1]] * steps, row if factor is None else row * factor
+
+
+def pack(x: Tensor, steps: list[Step], grid: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, block scales [M, G], second level float32 [M] or None) of `pre(x)`, for block-scaled products."""
+    x32 = apply_steps(x.to(torch.float32), steps)
+    q = encode(x32, choose_scale(x32, grid), grid)
+    return q.codes, q.scale, None if q.global_scale is None else q.global_scale.reshape(-1)

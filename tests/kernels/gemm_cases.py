@@ -1,0 +1,213 @@
+"""Every kernel of dq.kernels.gemm against its reference, and every backend against the definition in float64.
+
+A script, because Triton reads TRITON_INTERPRET when kernels are defined:
+TRITON_INTERPRET=1 python gemm_cases.py cpu        python gemm_cases.py cuda 0 8   (the first of 8 shares of the work)
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from dq.kernels.gemm import block_scaled, expand, gemm, gemv, layout
+from dq.linear import QuantizedLinear
+from dq.ops import BACKENDS
+from dq.qtensor import fake_quantize, quantize
+from dq.spec import SPECS, QuantSpec
+from dq.transforms import Step, apply_steps
+
+E4M3 = torch.float8_e4m3fn
+FOUR = ("nvfp4", "int4/group64", "int4/group128", "int4/channel", "int4/tensor", "mxfp4", "nvfp4-token")
+WEIGHT_ONLY = (*FOUR, "int4/group16", "int8/channel", "int8/group64", "fp8_e4m3/channel", "fp8-block", "mxfp8")
+LAYERS = (
+    ("fp8_e4m3/channel", "fp8_e4m3/token"), ("int8/channel", "int8/token"), ("int4/channel", "int4/token"),
+    ("int4/channel", "int8/token"), ("int4/group64", "int4/group64/fp32"), ("int4/group64", "int8/token"),
+    ("nvfp4", "nvfp4-token"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp8"), ("fp8-block", "fp8-block-token"),
+    ("int4/group64", None), ("int4/group128", None), ("nvfp4", None), ("fp8_e4m3/channel", None),
+)  # fmt: skip
+# What E4M3 loses of 4-bit values times a block scale: 2^-4 / sqrt(12) or a little more, of each side.
+_SHARE, _COUNT = [0, 1], itertools.count()
+LEVEL = {"expand-fp8": 0.04, "expand-fp8-faithful": 0.05}
+
+
+def _mine() -> bool:
+    """Whether the next piece of work belongs to this process: compilation takes most of the time on a GPU."""
+    return next(_COUNT) % _SHARE[1] == _SHARE[0]
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def error(y: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative error in float64; infinite where anything is not finite."""
+    y, want = y.cpu().to(torch.float64), want.cpu().to(torch.float64)
+    return float((y - want).norm() / want.norm().clamp(min=1e-30)) if bool(torch.isfinite(y).all()) else float("inf")
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = a.cpu(), b.cpu()
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.element_size() == 1 else torch.equal(a, b)
+
+
+def expansions(device: str) -> Iterator[str]:
+    """E4M3 and INT8 bit for bit; FP16 too (the interpreter truncates where it should round to BF16)."""
+    shapes = ((17, 96), (5, 130)) if device == "cpu" else ((17, 96), (5, 130), (1000, 3072), (33, 15360))
+    for text in FOUR:
+        for n, k in shapes:
+            if not _mine():
+                continue
+            dense = _random(n, k) * 1e-4
+            dense[1, : k // 2], dense[2] = 0.0, 0.0  # groups and a row of zeros, whose scale is 1
+            weight = quantize(dense, QuantSpec.parse(text))
+            for rank in (0, 5):
+                up = (_random(n, rank) * 3).bfloat16() if rank else None
+                width = k + 3 * rank + (-(k + 3 * rank) % 16)
+                for dtype in (E4M3, torch.float16, torch.int8):
+                    if dtype != E4M3 and (rank or (dtype == torch.int8 and "int4" not in text)):
+                        continue
+                    lay, (codes, scale, unit) = layout.layout_of(weight.spec), layout.parts(weight)
+                    rest = (lay.kind, lay.group, lay.rows, k, width if dtype == E4M3 else k, dtype)
+                    want = expand._reference(codes, scale, unit, up, *rest)
+                    moved = [None if t is None else t.to(device) for t in (codes, scale, unit, up)]
+                    got = expand._launch(*moved, *rest)
+                    if not _same(got[0], want[0]) or (dtype == E4M3 and not torch.equal(got[1].cpu(), want[1])):
+                        yield f"expand {text} {n}x{k} rank {rank} {dtype}"
+
+
+def few_rows(device: str) -> Iterator[str]:
+    shapes = ((17, 192), (40, 330)) if device == "cpu" else ((17, 192), (40, 330), (4096, 1024), (96, 14336))
+    for i, text in enumerate(WEIGHT_ONLY):
+        for n, k in shapes:
+            if not _mine():
+                continue
+            weight, bias = quantize(_random(n, k) * 0.05, QuantSpec.parse(text)), _random(n)
+            on_device = _to(weight, device)
+            for m in (1, 7, 16) if device != "cpu" else ((1, 7, 16)[i % 3],):
+                for dtype in (torch.float16, torch.bfloat16):
+                    x = _random(m, k).to(dtype)
+                    want = x.double() @ weight.dequantize().double().T + bias.double()
+                    y = gemv.weight_only(x.to(device), on_device, bias.to(device))
+                    y2 = gemv.weight_only(x.to(device), on_device, bias.to(device))
+                    level = 8e-3 if (device == "cpu" and dtype == torch.bfloat16) else 3e-3
+                    if not error(y, want) < level or not torch.equal(y, y2):
+                        yield f"weight_only {text} {n}x{k} {m} rows {dtype}: {error(y, want):.2e}"
+
+
+def _to(weight, device: str):
+    """A QTensor on another device."""
+    from dataclasses import replace
+
+    parts = {n: getattr(weight, n) for n in ("codes", "scale", "global_scale", "zero_point")}
+    return replace(weight, **{n: None if t is None else t.to(device) for n, t in parts.items()})
+
+
+def products(device: str) -> Iterator[str]:
+    """INT8 and FP8, with one scale or groups, over odd sizes."""
+    sizes = ((17, 20, 96), (5, 33, 200)) if device == "cpu" else ((1, 33, 200), (127, 640, 3072), (300, 1040, 520))
+    for m, n, k in sizes:
+        for dtype in (torch.int8, E4M3):
+            for group, rows in ((0, 1), (64, 1), (128, 128)):
+                if not _mine():
+                    continue
+                a, b = (_random(r, k, seed=r) * 40 for r in (m, n))
+                a, b = (
+                    t.round().clamp(-127, 127).to(torch.int8) if dtype == torch.int8 else t.to(E4M3) for t in (a, b)
+                )
+                groups = -(-k // group) if group else 1
+                sa, sb, bias = _random(m, groups).abs(), _random(-(-n // rows), groups).abs(), _random(n)
+                want = gemm._reference(a, b, sa, sb, bias, group, rows, torch.float32)
+                moved = [t.to(device) for t in (a, b, sa, sb, bias)]
+                y = gemm.gemm(*moved, group, rows, torch.float32)
+                # int32 sums are exact; what is left is the order of float32 sums, and Hopper's short FP8 accumulators.
+                if not error(y, want) < (1e-6 if dtype == torch.int8 else 2e-3):
+                    yield f"gemm {dtype} {m}x{n}x{k} group {group}: {error(y, want):.2e}"
+
+
+def block_products(device: str) -> Iterator[str]:
+    if device == "cpu":
+        return  # the interpreter has no block-scaled product
+    native = torch.cuda.get_device_capability() >= (10, 0)  # elsewhere the compiler widens MX, but no E4M3 scales
+    for weights, grid in (*((("nvfp4", "nvfp4-token"),) if native else ()), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp8")):
+        for m, n, k in ((17, 200, 512), (300, 512, 320)):
+            if not _mine():
+                continue
+            x, w = (quantize(_random(r, k), SPECS.get(s).spec) for r, s in ((m, grid), (n, weights)))
+            lay = layout.layout_of(w.spec)
+            row = None if x.global_scale is None else x.global_scale.reshape(-1).to(device)
+            w_, x_ = _to(w, device), _to(x, device)
+            y = block_scaled.block_scaled(
+                x_.codes, x_.scale, row, w_.codes, w_.scale, w_.global_scale, None, lay.kind, lay.group, torch.float32
+            )
+            if not error(y, x.dequantize().double() @ w.dequantize().double().T) < 3e-3:
+                yield f"block_scaled {weights} {m}x{n}x{k}"
+
+
+def layer(weights: str, grid: str | None, n: int, k: int, extras: bool) -> QuantizedLinear:
+    """A layer with a bias; `extras`: smoothing, rotation and a low-rank branch."""
+    smooth = Step("smooth", {"factor": _random(k).abs() + 0.5})
+    steps = [smooth, Step("rotate", params={"size": 16})] if k % 16 == 0 else [smooth]
+    return QuantizedLinear.build(
+        quantize(_random(n, k) * 0.05, QuantSpec.parse(weights)),
+        activations=None if grid is None else QuantSpec.parse(grid),
+        steps=steps if extras else [],
+        side=((_random(8, k) * 0.1).bfloat16(), (_random(n, 8) * 0.1).bfloat16()) if extras else None,
+        bias=_random(n).bfloat16(),
+    )
+
+
+def defined(x: torch.Tensor, params, grid: str) -> torch.Tensor:
+    """The equation of dq.ops in float64 with the activation grid that runs ("16-bit" for none)."""
+    q = apply_steps(x.to(torch.float32), params.steps)
+    q = q if grid == "16-bit" else fake_quantize(q, QuantSpec.parse(grid))
+    y = q.double() @ params.weight.dequantize().double().T + params.bias.double()
+    return y if params.down is None else y + x.double() @ params.down.double().T @ params.up.double().T
+
+
+def backends(device: str) -> Iterator[str]:
+    """Every backend that runs here; rows and sizes that fill no tile, 0 rows, and a view that is not contiguous."""
+    sizes = ((64, 96),) if device == "cpu" else ((64, 96), (48, 320), (1024, 768), (60, 200))
+    rows = (0, 7) if device == "cpu" else (0, 1, 7, 17, 127, 300, 4608)
+    ran = set()
+    for (weights, grid), extras in ((pair, extras) for pair in LAYERS for extras in (False, True)):
+        for n, k in sizes:
+            if not _mine():
+                continue
+            here = layer(weights, grid, n, k, extras)
+            params, moved = here.params, layer(weights, grid, n, k, extras).to(device).params
+            for backend in BACKENDS:
+                dtype = torch.bfloat16 if device != "cpu" else torch.float16
+                if backend.name == "torch-reference" or backend.refuse(moved, torch.device(device), dtype):
+                    continue
+                ran.add(backend.name)
+                for m in rows:
+                    x = _random(k, m).to(dtype).T
+                    y = backend.run(x.to(device), moved)
+                    level = LEVEL.get(backend.name, 4e-3)
+                    wrong = error(y, defined(x, params, backend.grid(params))) if m else 0.0
+                    if y.shape != (m, n) or y.dtype != dtype or not wrong < level:
+                        yield f"{backend.name} {weights} {grid} {n}x{k} extras {extras}, {m} rows: {wrong:.2e}"
+    missing = {
+        "cublaslt-fp8",
+        "expand-fp8",
+        "expand-fp8-faithful",
+        "expand-bf16",
+        "w4a16-gemv",
+        "int8-mma",
+        "fp8-block",
+    }
+    if missing - ran and _SHARE[1] == 1 and (device == "cpu" or torch.cuda.get_device_capability() >= (8, 9)):
+        yield f"never ran: {missing - ran}"
+
+
+PARTS = (expansions, few_rows, products, block_products, backends)
+
+if __name__ == "__main__":
+    _SHARE[:] = [int(i) for i in sys.argv[2:4]] or [0, 1]
+    problems = 0
+    for problem in itertools.chain.from_iterable(part(sys.argv[1]) for part in PARTS):
+        print(problem, flush=True)
+        problems += 1
+    print("equal" if not problems else f"{problems} differences")
+    sys.exit(bool(problems))

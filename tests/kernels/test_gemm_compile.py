@@ -1,0 +1,125 @@
+"""Every kernel of dq.kernels.gemm compiles for each generation that its backend declares, to the instructions meant."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+GENERATIONS = (80, 89, 90, 100, 120)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def _ptx(module: str, name: str, generation: int, types: dict, constants: dict, **options) -> str:
+    from importlib import import_module
+
+    from tests.kernels.compiling import ptx
+
+    return ptx(getattr(import_module(f"dq.kernels.gemm.jit.{module}"), name), generation, types, constants, **options)
+
+
+def _products(text: str) -> set[str]:
+    from tests.kernels.compiling import products
+
+    return products(text)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_expand(generation):
+    """To E4M3 by the device's own conversion where it is exact, by integers before Hopper; 16 bytes at a time."""
+    types = dict(codes_ptr="*u8", unit_ptr="*fp32", up_ptr="*bf16", base_ptr="*fp32", k="i32*16", stride="i32*16")
+    types |= dict(width="i32*16")
+    common = dict(UNIT=1, GROUPS=64, RANK=32, EXTRA=128, BN=4, rows_per_scale=1, FP8=generation >= 90)
+    for kind, scale, size, pointer in ((0, 0, 32, "*fp16"), (1, 1, 8, "*u8"), (1, 2, 16, "*u8")):
+        constants = common | dict(KIND=kind, SCALE=scale, BYTES=size, BG=512 // size, TARGET=0)
+        text = _ptx("expand", "expand_kernel", generation, types | dict(scale_ptr=pointer, out_ptr="*u8"), constants)
+        assert ("cvt.rn.satfinite.e4m3x2.f32" in text) == (generation >= 90)
+        assert "ld.global.v" in text and "st.global.v4.b32" in text
+    constants = common | dict(KIND=0, SCALE=0, BYTES=32, BG=16, RANK=0, EXTRA=0)
+    for target, pointer in ((1, "*bf16"), (2, "*i8")):
+        kinds = types | dict(scale_ptr="*fp16", out_ptr=pointer)
+        text = _ptx("expand", "expand_kernel", generation, kinds, constants | dict(TARGET=target))
+        assert "e4m3" not in text and "st.global.v4.b32" in text
+
+
+@pytest.mark.parametrize("generation", GENERATIONS[1:])
+def test_expand_words(generation):
+    """Eight codes at a time: bytes looked up by permutation, converted once per group, without integer conversions."""
+    types = dict(words_ptr="*i32", unit_ptr="*fp32", up_ptr="*bf16", out_ptr="*u8", out_words_ptr="*i32")
+    types |= dict(base_ptr="*fp32", k="i32*16", stride="i32*16", width="i32*16")
+    common = dict(UNIT=1, GROUPS=64, RANK=0, EXTRA=0, BN=4, rows_per_scale=1, FP8=generation >= 90)
+    for kind, scale, words, pointer in ((0, 0, 8, "*fp16"), (1, 1, 2, "*u8"), (1, 2, 4, "*u8")):
+        constants = common | dict(KIND=kind, SCALE=scale, WORDS=words, BG=128 // words)
+        text = _ptx("words", "expand_words_kernel", generation, types | dict(scale_ptr=pointer), constants)
+        assert "prmt.b32" in text and "cvt.rn.satfinite.e4m3x2.f32" in text and "st.global.v4.b32" in text
+        assert not re.search(r"cvt\.rn\.f32\.s32", text)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize(
+    "case",
+    [(0, 0, 32, 0, True), (1, 1, 64, 8, False), (2, 0, 64, 0, False), (3, 0, 64, 0, False)],
+    ids=["int4", "nvfp4", "int8", "fp8"],
+)
+def test_gemv(generation, case):
+    """16-bit tensor cores, codes copied to shared memory 16 bytes at a time; no FP8 type anywhere."""
+    import triton.language as tl
+
+    kind, scale, size, inside, per_step = case
+    types = dict(x_ptr="*bf16", w_ptr="*u8", scale_ptr="*u8" if scale else "*fp16", unit_ptr="*fp32", bias_ptr="*bf16")
+    types |= dict(out_ptr="*bf16", partial_ptr="*fp32", counter_ptr="*i32", k="i32*16", stride="i32*16", n="i32*16")
+    constants = dict(
+        KIND=kind, SCALE=scale, UNIT=1, BIAS=True, dtype=tl.bfloat16, ASM=True, EVEN=True, BYTES=size, INSIDE=inside,
+        PER_STEP=per_step, BN=32, BM=8, SPLIT=True, rows_per_scale=1,
+    )  # fmt: skip
+    text = _ptx("gemv", "gemv_kernel", generation, types, constants, num_warps=1, num_stages=5)
+    assert _products(text) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+    assert "cp.async.c" in text and "e4m3" not in text and "atom" in text
+    if kind < 2:  # decoded without conversions: they run at a quarter of the rate
+        assert not re.search(r"cvt\.rn\.bf16\.s32", text)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("grouped", [False, True], ids=["channel", "group64"])
+def test_int8_product(generation, grouped):
+    types = dict(a_ptr="*i8", b_ptr="*i8", sa_ptr="*fp32", sb_ptr="*fp32", bias_ptr="*bf16", out_ptr="*bf16")
+    types |= dict(n="i32*16", k="i32*16")
+    constants = dict(INTEGER=True, GROUPED=grouped, BIAS=True, EVEN=True, BM=128, BN=128, BK=64, BAND=8)
+    found = _products(_ptx("gemm", "gemm_kernel", generation, types, constants, num_warps=8, num_stages=3))
+    wanted = {90: ("wgmma.mma_async", "s32.s8.s8"), 100: ("", "8")}.get(generation, ("mma.sync", "s32.s8.s8.s32"))
+    assert found and all(wanted[0] in name and wanted[1] in name for name in found), found
+
+
+@pytest.mark.parametrize("generation", GENERATIONS[1:])
+def test_fp8_block_product(generation):
+    types = dict(a_ptr="*fp8e4nv", b_ptr="*fp8e4nv", sa_ptr="*fp32", sb_ptr="*fp32", bias_ptr="*bf16", out_ptr="*bf16")
+    types |= dict(n="i32*16", k="i32*16")
+    constants = dict(INTEGER=False, GROUPED=True, BIAS=True, EVEN=True, BM=128, BN=128, BK=128, BAND=8)
+    found = _products(_ptx("gemm", "gemm_kernel", generation, types, constants, num_warps=8, num_stages=3))
+    assert found and all("e4m3" in name or "f8f6f4" in name for name in found)
+
+
+@pytest.mark.parametrize("generation", [100, 120])
+@pytest.mark.parametrize(
+    ("form", "group", "pack", "scale", "kinds"),
+    [
+        ("e2m1", 16, 2, "*fp8e4nv", ("kind::mxf4nvf4.block_scale", "mxf4nvf4.block_scale.scale_vec::4X")),
+        ("e2m1", 32, 2, "*u8", ("kind::mxf4.block_scale", "mxf4nvf4.block_scale.scale_vec::2X")),
+        ("e4m3", 32, 1, "*u8", ("kind::mxf8f6f4.block_scale", "mxf8f6f4.block_scale.scale_vec::1X")),
+    ],
+    ids=["nvfp4", "mxfp4", "mxfp8"],
+)
+def test_block_scaled_product(generation, form, group, pack, scale, kinds):
+    """Both operands go to the tensor cores as they rest: nothing is widened."""
+    element = "*u8" if pack == 2 else "*fp8e4nv"
+    types = dict(a_ptr=element, b_ptr=element, a_scale_ptr=scale, b_scale_ptr=scale, row_ptr="*fp32", unit_ptr="*fp32")
+    types |= dict(bias_ptr="*bf16", out_ptr="*bf16", n="i32*16", k="i32*16")
+    constants = dict(FORMAT=form, GROUP=group, PACK=pack, ROW=True, UNIT=1, BIAS=True, BM=128, BN=128, BK=128 * pack)
+    text = _ptx(
+        "block_scaled", "block_scaled_kernel", generation, types, constants | dict(BAND=8), num_warps=4, num_stages=3
+    )
+    assert all(kinds[generation == 120] in name for name in _products(text)) and _products(text)
