@@ -7,7 +7,8 @@ group's error counts is measured on the output of the whole model, and a knapsac
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +67,19 @@ class Choice:
 class ChoiceTable(list):
     """The choices of all groups; prints what won where, and by how much."""
 
+    def to_list(self) -> list[dict[str, Any]]:
+        """JSON-clean."""
+        return [asdict(c) for c in self]
+
+    @classmethod
+    def from_list(cls, data: Iterable[dict[str, Any]]) -> ChoiceTable:
+        """The inverse of `to_list`."""
+        out = cls()
+        for item in data:
+            scores = tuple(Score(**s) for s in item["scores"])
+            out.append(Choice(**item | {"members": tuple(item["members"]), "scores": scores}))
+        return out
+
     def __str__(self) -> str:
         rows = [("group", "taken", "bits", "error", "of first", "model share", "runner-up")]
         whole = sum(c.sensitivity * c.score().error for c in self) or 1.0
@@ -100,16 +114,17 @@ def layers_error(
         for m in members:
             w = model.get_submodule(m).weight.detach().to(layers[m].qweight.device, torch.float32)
             x = stat.held_rows.to(w)
-            y = x @ w.T
-            wrong = (reference_qlinear(x, replace(layers[m].params, bias=None)) - y).square().sum()
-            total += float(wrong / y.square().sum().clamp(min=1e-30))
+            y, bias = x @ w.T, model.get_submodule(m).bias
+            wrong = reference_qlinear(x, layers[m].params) - (y if bias is None else y + bias.to(y))
+            total += float(wrong.square().sum() / y.square().sum().clamp(min=1e-30))
     return total
 
 
 def score_row(
     model: nn.Module, row: PlanRow, stats: Mapping[str, Stat], auto: Auto, device=None
-) -> tuple[tuple[Score, ...], dict[str, QuantizedLinear]]:
-    """Scores of all candidates on one group, and the layers of the first (whose effect on the model is measured).
+) -> tuple[tuple[Score, ...], dict[str, dict[str, QuantizedLinear]]]:
+    """Scores of all candidates on one group, and layers on the CPU: those of the first candidate that can be taken,
+    whose effect on the model is measured; of all of them if groups are weighed again.
 
     Screening: every candidate is first rounded to nearest; those beyond `auto.screen` times the error of the best one
     that is not larger are left out of the full rounding.
@@ -117,35 +132,32 @@ def score_row(
     Raises:
         DQError: no candidate can be taken.
     """
-    states, quick, scores, first = {}, {}, [], {}
+    quick, scores, kept = {}, [], {}
     for c in auto.candidates:
         trial = replace(row, target=c.target)
         try:
-            if c.target.transforms not in states:
-                states[c.target.transforms] = transformed(model, trial, stats, device)
-            state = replace(states[c.target.transforms], weight_spec=c.target.weights)
+            state = transformed(model, trial, stats, device)
             near = replace(trial, target=replace(c.target, rounding="rtn", rounding_params=()))
             layers = quantize_row(model, near, stats, device, state)
-            quick[c.name] = (layers_error(model, row, layers, stats), trial.nbytes, state, layers)
+            quick[c.name] = (c.target, layers_error(model, row, layers, stats), trial.nbytes, state, layers)
         except DQError as error:
             scores.append(Score(c.name, reason=str(error)))
-    for name, (error, nbytes, state, layers) in quick.items():
-        target = next(c.target for c in auto.candidates if c.name == name)
-        bound = min(e for e, size, *_ in quick.values() if size <= nbytes) * auto.screen
+    for name, (target, error, nbytes, state, layers) in quick.items():
+        bound = min(e for _, e, size, *_ in quick.values() if size <= nbytes) * auto.screen
         if error > bound:
             scores.append(Score(name, error, nbytes, "screened out"))
             continue
         if target.rounding != "rtn":
             layers = quantize_row(model, replace(row, target=target), stats, device, state)
             error = layers_error(model, row, layers, stats)
-        first = first or layers
         scores.append(Score(name, error, nbytes))
-    if not first:
-        raise DQError(
-            f"{row.members[0]}: no candidate fits: " + "; ".join(f"{s.candidate}: {s.reason}" for s in scores)
-        )
+        if not kept or auto.rounds > 1:
+            kept[name] = {n: layer.to("cpu") for n, layer in layers.items()}
+    if not kept:
+        why = "; ".join(f"{s.candidate}: {s.reason}" for s in scores)
+        raise DQError(f"{row.members[0]}: no candidate fits: {why}")
     order = [c.name for c in auto.candidates]
-    return tuple(sorted(scores, key=lambda s: order.index(s.candidate))), first
+    return tuple(sorted(scores, key=lambda s: order.index(s.candidate))), kept
 
 
 def reference_score(scores: Iterable[Score]) -> Score:
@@ -204,12 +216,17 @@ def choose(
     weights = sum(r.elements for r in rows)
     budget = int(auto.bits * weights / 8 or first) + int(auto.extra_bits * weights / 8)
     taken = [group[i] for group, i in zip(usable, allocate(options, budget), strict=True)]
-    found = {c.name: c.target for c in auto.candidates}
     table = ChoiceTable(
         Choice(r.members, r.elements, tuple(all_), s.candidate, w)
         for r, all_, s, w in zip(rows, scores, taken, sensitivity, strict=True)
     )
-    return [replace(r, target=found[s.candidate]) for r, s in zip(rows, taken, strict=True)], table
+    return decided(rows, table, auto), table
+
+
+def decided(rows: Sequence[PlanRow], table: ChoiceTable, auto: Auto) -> list[PlanRow]:
+    """The rows with the targets that the table gives them."""
+    targets = {c.name: c.target for c in auto.candidates}
+    return [replace(r, target=targets[c.winner]) for r, c in zip(rows, table, strict=True)]
 
 
 __all__ = ["Auto", "Candidate", "Choice", "ChoiceTable", "Score", "allocate", "choose", "layers_error", "score_row"]

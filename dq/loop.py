@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dq.auto import ChoiceTable, choose, reference_score, score_row
+from dq.auto import ChoiceTable, choose, decided, reference_score, score_row
 from dq.checkpoint import artifact_meta
 from dq.group import quantize_row
 from dq.linear import LayerInfo, QuantizedLinear, layer_info, quantized_linears
@@ -169,9 +169,16 @@ class _Loop:
 
     def choose(self, tick: Callable[[int], Any]) -> ChoiceTable:
         """Lets the rows of an `auto` recipe take their targets: candidates scored block by block, groups weighed on the
-        model's output, bytes spent by `auto.choose`. A resume folder remembers the scores."""
-        self.tick, self.survey = tick, True
+        model's output, bytes spent by `auto.choose`. A resume folder remembers the outcome."""
+        self.tick = tick
         free = [r for r in self.plan.quantized if r.target == self.plan.recipe.linear]
+        known = self.folder.load_choices() if self.folder else None
+        if known is not None:
+            table = ChoiceTable.from_list(known)
+            pieces = [_piece(next(r for r in free if c.members[0] in r.members), c.members) for c in table]
+            self._decide(decided(pieces, table, self.auto))
+            return table
+        self.survey = True
         found: dict[tuple[str, ...], tuple] = {}
         if self.observe:
             outside = [r for r in free if not self.replay.order or r.block == ""]
@@ -183,27 +190,58 @@ class _Loop:
             for part in [p for row in rows for p in self._verified(row, stats)]:
                 found[part.members] = score_row(self.model, part, stats, self.auto, self.device)
                 self.tick(1)
-        self.replay, self.survey, self.whole = self.replay.fresh(), False, {}
-        return self._allocate([r for r in self.rows if r.members in found], found)
-
-    def _allocate(self, rows: list[PlanRow], found: dict[tuple[str, ...], tuple]) -> ChoiceTable:
-        scores = [found[r.members][0] for r in rows]
-        layers = [found[r.members][1] for r in rows]
         held = [i for i in range(len(self.records)) if self._held_out(i)] or list(range(len(self.records)))
+        self.replay, self.survey, self.whole = self.replay.fresh(), False, {}
         held = held[:: max(1, len(held) // self.auto.records)][: self.auto.records]
+        return self._allocate([r for r in self.rows if r.members in found], found, held)
+
+    def _allocate(self, rows: list[PlanRow], found: dict[tuple[str, ...], tuple], held: list[int]) -> ChoiceTable:
+        """Spends the bytes, by how much the model's output gains from each group when all are quantized."""
+        scores = [found[r.members][0] for r in rows]
+        current = [reference_score(s).candidate for s in scores]
         clean = {i: outputs(self._call(i)) for i in held}
-        weights = []
-        for group, mine in zip(scores, layers, strict=True):
-            originals = self._swap(mine)
-            wrong = sum(relative_error(outputs(self._call(i)), clean[i]) for i in held) / len(held)
-            self._swap(originals)
-            weights.append(wrong / max(reference_score(group).error, 1e-30))
-            self.tick(len(held))
-        taken, table = choose(rows, scores, weights, self.auto)
-        now = {r.members: r for r in taken}
-        self.rows = [now.get(r.members, r) for r in self.rows]
-        self.plan = replace(self.plan, rows=tuple(self.rows))
+        for _ in range(self.auto.rounds):
+            layers = [found[r.members][1][name] for r, name in zip(rows, current, strict=True)]
+            errors = [
+                next(s.error for s in group if s.candidate == n) for group, n in zip(scores, current, strict=True)
+            ]
+            gains = self._gains(layers, clean)
+            weights = [gain / max(error, 1e-30) for gain, error in zip(gains, errors, strict=True)]
+            taken, table = choose(rows, scores, weights, self.auto)
+            current = [c.winner for c in table]
+        if self.folder:
+            self.folder.save_choices(table.to_list())
+        self._decide(taken)
         return table
+
+    def _gains(self, layers: list[dict[str, QuantizedLinear]], clean: dict[int, list[Tensor]]) -> list[float]:
+        """How much the error of the model's output falls when one group after the other gets its 16-bit linears back
+        and all others stay quantized: errors of consecutive layers do not add up, so each is measured beside the rest.
+        """
+
+        def wrong() -> float:
+            return sum(relative_error(outputs(self._call(i)), y) for i, y in clean.items()) / len(clean)
+
+        originals = [self._swap(mine) for mine in layers]
+        try:
+            base, gains = wrong(), []
+            for mine in originals:
+                quantized = self._swap(mine)
+                gains.append(base - wrong())
+                self._swap(quantized)
+                self.tick(len(clean))
+        finally:
+            for mine in originals:
+                self._swap(mine)
+        return [max(gain, 1e-3 * base / len(gains)) for gain in gains]  # a gain below 0 is chance
+
+    def _decide(self, taken: list[PlanRow]) -> None:
+        """Puts decided rows (or pieces of rows) in the place of the rows they came from."""
+        first, new = {r.members[0]: r for r in taken}, []
+        for row in self.rows:
+            pieces = [first.pop(m) for m in row.members if m in first]
+            new += pieces or [row]
+        self.rows, self.plan = new, replace(self.plan, rows=tuple(new))
 
     def _all_blocks(self) -> list[str]:
         return [n for n, _ in self.model.named_modules() if n and self.plan.family.block_of(n) == n]
@@ -315,6 +353,12 @@ class _Loop:
         at = self.rows.index(row)
         self.rows[at : at + 1] = pieces
         return pieces
+
+
+def _piece(row: PlanRow, members: tuple[str, ...]) -> PlanRow:
+    """The part of a row that holds these members."""
+    kept = tuple(tuple(m for m in i if m in members) for i in row.inputs)
+    return row if members == row.members else _subset(row, tuple(i for i in kept if i))
 
 
 def _subset(row: PlanRow, inputs: tuple[tuple[str, ...], ...]) -> PlanRow:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 ROWS = (
     ("_layout", "version"),
     ("registry",),
-    ("checks", "hadamard"),
+    ("checks",),
     ("spec",),
     ("profiles",),
     ("formats", "scales", "granularity", "packing"),

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dq.hadamard import multiply, split
 from dq.registry import DQError
 from dq.rewrites import REWRITES, Rewrite, Structure, parameters
 from dq.rewrites.norm_fusion import norm_scale, update
+from dq.transforms.hadamard import multiply, split
 
 Turn = Callable[[Tensor], Tensor]  # t [..., n] -> t Q, Q orthogonal
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dq.hadamard import multiply
 from dq.qtensor import fake_quantize
 from dq.registry import DQError
 from dq.rewrites import REWRITES, Rewrite, Structure, parameters
 from dq.rewrites.norm_fusion import apply as fuse_norms
 from dq.rewrites.quarot import Move, check_norms, fuse, moves, random_rotation, turn_by
 from dq.spec import QuantSpec
+from dq.transforms.hadamard import multiply
 from dq.transforms.rotate import full_size
 
 OBJECTIVES = ("kl", "ce")

@@ -17,9 +17,9 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from dq.hadamard import multiply, split
 from dq.registry import DQError
 from dq.transforms import TRANSFORMS, GroupState, Planned, Step, Transform, fake, round_weight
+from dq.transforms.hadamard import multiply, split
 from dq.transforms.lowrank import sketch_factors
 
 SIZES = (256, 64, 16)
