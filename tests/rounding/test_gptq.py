@@ -108,7 +108,7 @@ def test_v2_on_the_residual_of_a_low_rank():
 
 
 def plain(w, h, step, order, round_, split=None, step2=None):
-    """The algorithm column by column in float64, no blocks, H^-1 itself instead of its factor: (first, second) stage."""
+    """The algorithm column by column in float64, with H^-1 itself in place of its factor: (first, second) stage."""
     w, inverse = w.double().numpy().copy(), np.linalg.inv(h)
     left, first, second = list(order), np.zeros_like(w), np.zeros_like(w)
     while left:
@@ -281,7 +281,7 @@ def test_shared_second_level():
 
 @pytest.mark.parametrize("order", [True, False])
 def test_two_stages_are_the_plain_loop(order):
-    """Dual residual channels: q1 + q2 takes the place of q on the last columns, the error fed back is what both leave."""
+    """Dual residual channels: q1 + q2 takes the place of q on the last columns; what both leave is fed back."""
     k, s = 48, 16
     w, x = weight(8, k), correlated(400, k)
     spec = QuantSpec.parse("int4/group16").with_(scale_format="fp32")
