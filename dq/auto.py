@@ -169,6 +169,7 @@ def allocate(options: Sequence[Sequence[tuple[float, int]]], budget: int) -> lis
     """Multiple-choice knapsack: one option per group, least sum of costs with a sum of bytes within the budget.
 
     Dynamic programming over `BINS` bins of the bytes above the smallest options, each rounded up: never over budget.
+    Bytes that the rounding left idle then go where they gain most.
 
     Args:
         options: per group, (cost, bytes) of every option.
@@ -180,17 +181,18 @@ def allocate(options: Sequence[Sequence[tuple[float, int]]], budget: int) -> lis
     spare = budget - sum(least)
     if spare < 0:
         raise DQError(f"the smallest candidates need {sum(least)} bytes, the budget is {budget}: raise bits")
-    unit = max(1.0, spare / BINS)
-    best = np.zeros(BINS + 1)
+    bins = min(BINS, spare)  # of a byte each where there are fewer bytes than bins
+    unit = spare / bins if bins else 1.0
+    best = np.zeros(bins + 1)
     taken = []
     for group, low in zip(options, least, strict=True):
-        new, pick = np.full(BINS + 1, np.inf), np.zeros(BINS + 1, dtype=np.int64)
+        new, pick = np.full(bins + 1, np.inf), np.zeros(bins + 1, dtype=np.int64)
         for i, (cost, size) in enumerate(group):
             need = int(np.ceil((size - low) / unit))
-            if need > BINS:
+            if need > bins:
                 continue
-            moved = np.full(BINS + 1, np.inf)
-            moved[need:] = best[: BINS + 1 - need] + cost
+            moved = np.full(bins + 1, np.inf)
+            moved[need:] = best[: bins + 1 - need] + cost
             better = moved < new
             new, pick = np.where(better, moved, new), np.where(better, i, pick)
         best = new
@@ -199,7 +201,24 @@ def allocate(options: Sequence[Sequence[tuple[float, int]]], budget: int) -> lis
     for pick, needs in reversed(taken):
         out.append(int(pick[at]))
         at -= needs[out[-1]]
-    return out[::-1]
+    return _spend_rest(options, out[::-1], budget)
+
+
+def _spend_rest(options: Sequence[Sequence[tuple[float, int]]], taken: list[int], budget: int) -> list[int]:
+    """Better options that still fit, one after the other, by cost saved per byte."""
+    while True:
+        now = [group[i] for group, i in zip(options, taken, strict=True)]
+        rest = budget - sum(size for _, size in now)
+        moves = [
+            ((cost - c) / max(1, s - size), g, i)
+            for g, (group, (cost, size)) in enumerate(zip(options, now, strict=True))
+            for i, (c, s) in enumerate(group)
+            if c < cost and s - size <= rest
+        ]
+        if not moves:
+            return taken
+        _, g, i = max(moves)
+        taken[g] = i
 
 
 def choose(
