@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from dq.family import matches
 from dq.group import quantize_row, transformed
 from dq.linear import QuantizedLinear
 from dq.ops import reference_qlinear
-from dq.planning import PlanRow
+from dq.planning import Plan, PlanRow
 from dq.recipe import Auto, Candidate
 from dq.registry import DQError
 from dq.stats import Stat
@@ -102,6 +103,13 @@ class ChoiceTable(list):
         lines = ["  ".join(map(str.ljust, row, wide)).rstrip() for row in rows]
         bits = 8 * sum(c.score().nbytes for c in self) / max(1, sum(c.elements for c in self))
         return "\n".join([*lines, f"{len(self)} groups, {bits:.3f} bits per weight"])
+
+
+def undecided(plan: Plan) -> list[PlanRow]:
+    """The rows up for choice: ordinary linears. A rule fixes what it names, whatever target it gives."""
+    fixed, modulation = [r.match for r in plan.recipe.rules], plan.family.is_modulation
+    rows = [r for r in plan.quantized if r.target == plan.recipe.linear]
+    return [r for r in rows if not any(modulation(m) or any(matches(m, p) for p in fixed) for m in r.members)]
 
 
 def layers_error(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dq.auto import ChoiceTable, choose, decided, reference_score, score_row
+from dq.auto import ChoiceTable, choose, decided, reference_score, score_row, undecided
 from dq.checkpoint import artifact_meta
 from dq.group import quantize_row
 from dq.linear import LayerInfo, QuantizedLinear, layer_info, quantized_linears
@@ -171,7 +171,7 @@ class _Loop:
         """Lets the rows of an `auto` recipe take their targets: candidates scored block by block, groups weighed on the
         model's output, bytes spent by `auto.choose`. A resume folder remembers the outcome."""
         self.tick = tick
-        free = [r for r in self.plan.quantized if r.target == self.plan.recipe.linear]
+        free = undecided(self.plan)
         known = self.folder.load_choices() if self.folder else None
         if known is not None:
             table = ChoiceTable.from_list(known)
@@ -343,7 +343,7 @@ class _Loop:
     def _verified(self, row: PlanRow, stats: dict[str, Stat]) -> list[PlanRow]:
         """The row, or its pieces if calibration showed that inputs thought shared are not."""
         apart = [m for m in row.members if m in self.split and m in stats]
-        if not apart:
+        if not apart or len(row.members) == 1:  # alone already, since the survey of an `auto` recipe
             return [row]
         text = f"{', '.join(apart)} do not receive the same input as {self.split[apart[0]]}: treated apart"
         warnings.warn(text, stacklevel=2)
