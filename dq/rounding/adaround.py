@@ -29,6 +29,7 @@ STRETCH, GAMMA = 1.2, -0.1  # zeta - gamma, and gamma, of the rectified sigmoid
 BETA = (20.0, 2.0)
 CHUNK = 1 << 25  # weights optimised at once: four float32 numbers are kept for each
 MOST = 100_000
+MARGIN = 0.4  # how far from undecided a choice starts that was made before
 
 
 def choice(v: Tensor) -> Tensor:
@@ -59,15 +60,32 @@ def grid_points(fmt: Format) -> Tensor:
     return values[torch.isfinite(values) & (values >= fmt.min) & (values <= fmt.max)].unique()
 
 
+def _pair(below: Tensor, weight: Tensor, scales: Scales, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """The grid points of index `below` and `below + 1`, as weights; both the border outside the grid."""
+    step, zero = code_steps(scales, spec, tuple(weight.shape))
+    points, offset = grid_points(spec.fmt).to(weight), 0.0 if zero is None else zero
+    found = ((points[(below + i).clamp(0, len(points) - 1)] - offset) * step for i in (0, 1))
+    return tuple(found)
+
+
+def _in_steps(weight: Tensor, scales: Scales, spec: QuantSpec) -> Tensor:
+    step, zero = code_steps(scales, spec, tuple(weight.shape))
+    return torch.where(step > 0, weight / step, 0.0) + (0.0 if zero is None else zero)
+
+
 def neighbours(weight: Tensor, scales: Scales, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     """The grid points (lower, upper) around every weight [N, K], float32; both the border where it lies outside."""
-    step, zero = code_steps(scales, spec, tuple(weight.shape))
-    offset = 0.0 if zero is None else zero
-    scaled = torch.where(step > 0, weight / step, 0.0) + offset
     points = grid_points(spec.fmt).to(weight)
-    below = torch.bucketize(scaled, points, right=True, out_int32=True) - 1
-    pair = ((points[(below + i).clamp(0, len(points) - 1)] - offset) * step for i in (0, 1))
-    return tuple(pair)
+    at = torch.bucketize(_in_steps(weight, scales, spec), points, right=True, out_int32=True)
+    return _pair(at - 1, weight, scales, spec)
+
+
+def beside(values: Tensor, weight: Tensor, scales: Scales, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """Grid points (lower, upper), one of which is `values` [N, K] (on the grid), the other one next to it towards
+    `weight`: the choice that is left to a weight that was rounded before, wherever to."""
+    points = grid_points(spec.fmt).to(weight)
+    at = torch.bucketize(_in_steps(values, scales, spec), (points[1:] + points[:-1]) / 2, out_int32=True)
+    return _pair(torch.where(weight >= values, at, at - 1), weight, scales, spec)
 
 
 @dataclass
@@ -79,11 +97,14 @@ class Soft:
     v: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, scales: Scales, spec: QuantSpec) -> Soft:
-        lower, upper = neighbours(weight, scales, spec)
+    def of(cls, weight: Tensor, scales: Scales, spec: QuantSpec, values: Tensor | None = None) -> Soft:
+        """Starts at the weight; from `values` on the grid, if given: it then hardens to them unless it learns."""
+        lower, upper = neighbours(weight, scales, spec) if values is None else beside(values, weight, scales, spec)
         gap = upper - lower
-        rest = torch.where(gap > 0, (weight - lower) / gap, 0.0)
-        return cls(lower, gap, start(rest.clamp(0.0, 1.0)))
+        rest = torch.where(gap > 0, (weight - lower) / gap, 0.0).clamp(0.0, 1.0)
+        if values is not None:
+            rest = torch.where(values <= lower, rest.clamp(max=0.5 - MARGIN), rest.clamp(min=0.5 + MARGIN))
+        return cls(lower, gap, start(rest))
 
     def values(self) -> Tensor:
         return self.lower + choice(self.v) * self.gap
