@@ -63,8 +63,9 @@ def _reason(names: tuple[str, ...], size: int, grid: QuantSpec, target: str, wid
         return f"rotation by {size} of {width} columns: the kernel has {', '.join(map(str, ROTATIONS))}"
     if not 0 < width <= LONGEST:
         return f"K = {width}: one program holds a row of at most {LONGEST}"
-    if residual and (kind.kind != "nvfp4" or residual % kind.group or width % kind.group or residual > width):
-        return f"{residual} residual columns of {grid} at K = {width}: only whole groups of nvfp4-token"
+    groups = kind.kind == "nvfp4" and residual % kind.group == 0 and width % kind.group == 0
+    if residual and not (residual <= width and (kind.kind == "fp8" or groups)):
+        return f"{residual} residual columns of {grid} at K = {width}: FP8 per token, or whole groups of nvfp4-token"
     return target_refused(kind, target)
 
 
@@ -236,7 +237,7 @@ def activate(
         grid: activation grid; values and factors per grid are in dq.kernels.activation.grids.
         target: `e4m3` or `int8`.
         residual, dual: S columns Q(x'_o - q_o) behind K, o the last S transformed columns and Q of the same second
-            level; then q_o again.
+            level (of FP8: of the same factor); then q_o again.
         extra: low-rank input t [M, r], appended as [T1 | T2 | T1], two E4M3 stages; the factor covers it.
         width: columns of the result, the last ones 0; default all that there are.
         front: what stands before the linear.
