@@ -41,12 +41,19 @@ def why_not(steps: list[Step], grid: QuantSpec, target: str, width: int, residua
         width: K.
         residual: S.
     """
-    key = (tuple(s.name for s in steps), _rotation(steps), grid, target, width, residual)
+    key = (tuple(_kind(s) for s in steps), _rotation(steps), grid, target, width, residual)
     if torch.compiler.is_compiling():  # traced once, and not through a cache
         return _reason(*key)
     if key not in _REASONS:
         _REASONS[key] = _reason(*key)
     return _REASONS[key]
+
+
+def _kind(step: Step) -> str:
+    """The step's name; with a remark that no kernel knows if it is a variant of the step that the kernel has."""
+    if step.name == "rotate" and step.params.keys() - {"size"}:
+        return f"rotate ({step.params.get('kind', 'variant')})"
+    return "shift (scalar)" if step.name == "shift" and "shift" not in step.tensors else step.name
 
 
 def _rotation(steps: list[Step]) -> int:

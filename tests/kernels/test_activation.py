@@ -185,3 +185,17 @@ def test_operator_is_well_defined():
     x, nothing = torch.randn(3, 64), [None] * 9
     rest = ("nvfp4", "e4m3", 16, False, "", "", 1e-6, 16, 16, True, 128)
     torch.library.opcheck(torch.ops.dq.activate.default, (x, *nothing, *rest))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step("rotate", params={"size": 64, "kind": "sylvester"}),
+        Step("shift", params={"value": 0.171875}),
+        Step("outliers", {"mask": torch.ones(64)}),
+    ],
+    ids=lambda step: step.name,
+)
+def test_variants_of_steps_are_refused(step):
+    """A kernel that ran a Sylvester rotation as a regular one would be silently wrong."""
+    assert "the kernel takes" in api.why_not([step], QuantSpec.parse("fp8_e4m3/token"), "e4m3", 64)
