@@ -198,4 +198,4 @@ def test_operator_is_well_defined():
 )
 def test_variants_of_steps_are_refused(step):
     """A kernel that ran a Sylvester rotation as a regular one would be silently wrong."""
-    assert "the kernel takes" in api.why_not([step], QuantSpec.parse("fp8_e4m3/token"), "e4m3", 64)
+    assert "the kernel takes" in why_not([step], QuantSpec.parse("fp8_e4m3/token"), "e4m3", 64)
