@@ -131,7 +131,17 @@ def _add_bench(sub) -> None:
     m.add_argument("--records", type=int, default=128, help="denoiser calls for the model error (default 128)")
     m.add_argument("--markdown", metavar="FILE", help="also write the table as Markdown")
     m.set_defaults(run=commands.bench_methods)
-    for one in (p, q, m):
+    r = kinds.add_parser(
+        "kernels", help="time and error of quantized linears against 16-bit ones, beside other engines"
+    )
+    r.add_argument(
+        "--models", nargs="+", help="flux qwen-image wan llama-prefill llama-decode (default flux llama-decode)"
+    )
+    r.add_argument("--engines", nargs="+", help='e.g. fp8 w4a4-nvfp4 "w4a16 g64"; default: all')
+    r.add_argument("--divide", type=int, default=1, help="every size by this, for a quick look or a CPU (default 1)")
+    r.add_argument("--repeat", type=int, default=20, help="timed replays, the median counts (default 20)")
+    r.set_defaults(run=commands.bench_kernels)
+    for one in (p, q, m, r):
         one.add_argument("--device", help="cuda or cpu")
         one.add_argument("--json", metavar="FILE", help="also write the numbers and all versions as JSON")
 

@@ -14,7 +14,7 @@ REPORT = (".html", ".json")
 IMAGE = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 COUNTS = (
     *("steps", "height", "width", "max_sequence_length", "max_new_tokens"),
-    *("count", "batch_size", "records", "min_features", "rows", "repeat"),
+    *("count", "batch_size", "records", "min_features", "rows", "repeat", "divide"),
 )
 
 
@@ -317,6 +317,18 @@ def bench_methods(args: argparse.Namespace) -> None:
     if args.markdown:
         methods.write_markdown(table, title, args.markdown)
     _write_json({"title": title, "methods": table, "environment": describe(checks.device(args.device))}, args.json)
+
+
+def bench_kernels(args: argparse.Namespace) -> None:
+    """`dq bench kernels`."""
+    from dq import checks
+    from dq.eval.bench import kernels
+
+    _check_reports(args)
+    models = tuple(args.models or ("flux", "llama-decode"))
+    result = kernels.measure(models, args.engines, checks.device(args.device), args.repeat, args.divide)
+    print(kernels.text(result))
+    _write_json(result, args.json)
 
 
 def _check_reports(args: argparse.Namespace) -> None:

@@ -7,7 +7,9 @@ The second level is one per row, so a GEMM takes the factors in its epilogue. `p
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,12 +41,19 @@ def why_not(steps: list[Step], grid: QuantSpec, target: str, width: int, residua
         width: K.
         residual: S.
     """
-    key = (tuple(s.name for s in steps), _rotation(steps), grid, target, width, residual)
+    key = (tuple(_kind(s) for s in steps), _rotation(steps), grid, target, width, residual)
     if torch.compiler.is_compiling():  # traced once, and not through a cache
         return _reason(*key)
     if key not in _REASONS:
         _REASONS[key] = _reason(*key)
     return _REASONS[key]
+
+
+def _kind(step: Step) -> str:
+    """The step's name; with a remark that no kernel knows if it is a variant of the step that the kernel has."""
+    if step.name == "rotate" and step.params.keys() - {"size"}:
+        return f"rotate ({step.params.get('kind', 'variant')})"
+    return "shift (scalar)" if step.name == "shift" and "shift" not in step.tensors else step.name
 
 
 def _rotation(steps: list[Step]) -> int:
@@ -61,8 +70,9 @@ def _reason(names: tuple[str, ...], size: int, grid: QuantSpec, target: str, wid
         return f"rotation by {size} of {width} columns: the kernel has {', '.join(map(str, ROTATIONS))}"
     if not 0 < width <= LONGEST:
         return f"K = {width}: one program holds a row of at most {LONGEST}"
-    if residual and (kind.kind != "nvfp4" or residual % kind.group or width % kind.group or residual > width):
-        return f"{residual} residual columns of {grid} at K = {width}: only whole groups of nvfp4-token"
+    groups = kind.kind == "nvfp4" and residual % kind.group == 0 and width % kind.group == 0
+    if residual and not (residual <= width and (kind.kind == "fp8" or groups)):
+        return f"{residual} residual columns of {grid} at K = {width}: FP8 per token, or whole groups of nvfp4-token"
     return target_refused(kind, target)
 
 
@@ -80,29 +90,47 @@ def _launch(
 ):  # fmt: skip
     from dq.kernels.activation.jit.kernel import activate_kernel
 
-    (m, k), device = x.shape, x.device
+    m, k = x.shape
     codes, factors, blocks = _empty(x, kind, target, group, residual, dual, width)
-    tiles, chunks, warps = tiling(k)
-    behind = width - _bytes(k + residual * (2 if dual else 1), target)
     rank = 0 if extra is None else extra.shape[1]
-    constants = dict(
-        K=k, KIND=kind, TARGET=target, GROUP=group, HALF=half, RULE=rule, FRONT=front, GATE=gate is not None,
-        WEIGHT=weight is not None, BIAS=bias is not None, ADALN=mod_scale is not None, SHIFT=shift is not None,
-        SMOOTH=factor is not None, PERMUTE=order is not None, ROTATE=size, RESIDUAL=residual, DUAL=dual,
-        EXTRA=_pow2(rank) if rank else 0, TAIL=_pow2(behind) if behind else 0, HARDWARE=_converts(device),
-        FUSED=device.type == "cuda", TILES=tiles, C=chunks,
-    )  # fmt: skip
-    inverse = None if factor is None else _inverse(factor)
-    vectors = (x if t is None else t for t in (gate, weight, bias, mod_scale, mod_shift, shift, inverse, order, extra))
+    vectors = [gate, weight, bias, mod_scale, mod_shift, shift, factor, order, extra]
+    given = tuple(t is not None for t in vectors)
+    grid = (kind, target, group, half, rule)
+    constants = _constants(k, grid, front, size, residual, dual, rank, width, given, _converts(x.device), x.is_cuda)
+    vectors[6] = None if factor is None else _inverse(factor)
     strides = (0 if t is None else t.stride(0) for t in (x, gate, mod_scale, extra))
-    period = m if mod_scale is None or not m else m // len(mod_scale)
     if m:
+        period = 1 if mod_scale is None else m // len(mod_scale)
         scales = factors if kind == "fp8-group" else blocks
-        activate_kernel[(m,)](
-            x, *vectors, codes.view(torch.uint8), factors, scales, *strides, max(1, period), rank, width, eps,
-            **constants, num_warps=warps, enable_fp_fusion=False,
-        )  # fmt: skip
+        with _on(x.device):
+            activate_kernel[(m,)](
+                x, *(x if t is None else t for t in vectors), codes.view(torch.uint8), factors, scales,
+                *strides, period, rank, width, eps, **constants,
+            )  # fmt: skip
     return codes, factors, blocks
+
+
+def _on(device: torch.device):
+    """Makes a CUDA device the current one, where Triton launches; costs nothing if it is."""
+    other = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if other else nullcontext()
+
+
+@lru_cache(maxsize=1024)  # of every launch
+def _constants(
+    k: int, grid: tuple, front: str, size: int, residual: int, dual: bool, rank: int, width: int,
+    given: tuple[bool, ...], hardware: bool, fused: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Compile-time arguments of the kernel, and its options."""
+    names = ("GATE", "WEIGHT", "BIAS", "ADALN", "", "SHIFT", "SMOOTH", "PERMUTE", "")
+    flags = {n: there for n, there in zip(names, given, strict=True) if n}
+    behind = width - _bytes(k + residual * (2 if dual else 1), grid[1])
+    tiles, chunks, warps = tiling(k)
+    return dict(
+        zip(("KIND", "TARGET", "GROUP", "HALF", "RULE"), grid, strict=True), **flags, K=k, FRONT=front, ROTATE=size,
+        RESIDUAL=residual, DUAL=dual, EXTRA=_pow2(rank) if rank else 0, TAIL=_pow2(behind) if behind else 0,
+        HARDWARE=hardware, FUSED=fused, TILES=tiles, C=chunks, num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _bytes(columns: int, target: str) -> int:
@@ -216,7 +244,7 @@ def activate(
         grid: activation grid; values and factors per grid are in dq.kernels.activation.grids.
         target: `e4m3` or `int8`.
         residual, dual: S columns Q(x'_o - q_o) behind K, o the last S transformed columns and Q of the same second
-            level; then q_o again.
+            level (of FP8: of the same factor); then q_o again.
         extra: low-rank input t [M, r], appended as [T1 | T2 | T1], two E4M3 stages; the factor covers it.
         width: columns of the result, the last ones 0; default all that there are.
         front: what stands before the linear.

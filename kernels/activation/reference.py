@@ -75,9 +75,12 @@ def activate_reference(
     parts = [value]
     if residual:
         tail = slice(x.shape[1] - residual, None)
-        rest = x[:, tail] - meant[:, tail]
-        own = _under(rest, scales, spec)
-        parts += [_values(rest, own, grid, spec, base)[0]] + [value[:, tail]] * dual
+        if grid.kind == "fp8":
+            rest = value[:, tail] - _e4m3(value[:, tail])
+        else:
+            rest = x[:, tail] - meant[:, tail]
+            rest = _values(rest, _under(rest, scales, spec), grid, spec, base)[0]
+        parts += [rest] + [value[:, tail]] * dual
     factor = base * second
     if extra is not None:
         parts.append(two_stages(extra.to(torch.float32) / factor))

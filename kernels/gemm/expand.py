@@ -96,9 +96,12 @@ def _launch_words(codes, data, base, sizes, rank, width, rows, size, options) ->
     from dq.kernels.gemm.jit.words import expand_words_kernel
 
     scale, unit, up, out = data
-    tile = dict(WORDS=size // 8, BN=4, BG=max(1, 1024 // size))
-    steps = -(-sizes[1] // (size * tile["BG"]))
-    expand_words_kernel[_grid(sizes[0], tile["BN"], steps)](
+    # Where the largest scale of a row is needed, a program is one row, which finds it alone.
+    one = options["GROUPS"] > 1 and options["SCALE"] != 1
+    rest = dict(BN=1, BG=max(1, 2048 // size), num_warps=2) if one else dict(BN=4, BG=max(1, 1024 // size))
+    tile, options = dict(WORDS=size // 8), options | rest
+    steps = -(-sizes[1] // (size * options["BG"]))
+    expand_words_kernel[_grid(sizes[0], options["BN"], steps)](
         codes.view(torch.int32), scale, unit, up, out, out.view(torch.int32), base,
         *sizes, codes.shape[1] // 4, rank, width, rows, steps, **options, **tile,
     )  # fmt: skip

@@ -11,22 +11,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dq.kernels.library import define
+from dq.kernels.library import capability, define
 
 GROUPS = (0, 32, 64, 128)  # columns of a group that the kernel takes; 0 for one scale per row
 
 
-def _tiles(m: int, n: int, group: int, on_gpu: bool) -> dict[str, int]:
-    """Block sizes: 128 x 256 suits Hopper; fewer rows take smaller tiles, the interpreter the smallest."""
-    if not on_gpu:
+def _tiles(m: int, n: int, group: int, device: torch.device) -> dict[str, int]:
+    """Block sizes: 128 x 256 suits large shared memories (A100, Hopper, B200); Ada and its like have 99 KB; fewer rows
+    take smaller tiles, the interpreter the smallest."""
+    if device.type != "cuda":
         return dict(BM=16, BN=16, BK=group or 32, BAND=2, num_warps=4, num_stages=1)
+    large = capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3))
     if group:
         size = dict(BM=128, BN=128, num_warps=8) if m > 64 else dict(BM=64, BN=64, num_warps=4)
-        return dict(**size, BK=group, BAND=8, num_stages=3)
-    if m > 512 and n >= 1024:
-        return dict(BM=128, BN=256, BK=128, BAND=8, num_warps=8, num_stages=3)
+        return dict(**size, BK=group, BAND=8, num_stages=3 if large else 2)
+    if m > 512 and n >= 1024 and large:
+        stages = 4 if capability(device)[0] == 9 else 3
+        return dict(BM=128, BN=256, BK=128, BAND=16, num_warps=8, num_stages=stages)
     if m > 64:
-        return dict(BM=128, BN=128, BK=128, BAND=8, num_warps=8, num_stages=3)
+        return dict(BM=128, BN=128, BK=128 if large else 64, BAND=8, num_warps=8, num_stages=3)
     return dict(BM=64 if m > 32 else 32 if m > 16 else 16, BN=64, BK=128, BAND=8, num_warps=4, num_stages=4)
 
 
@@ -37,7 +40,7 @@ def _launch(a, b, sa, sb, bias, group, rows, dtype) -> Tensor:
     out = torch.empty(m, n, dtype=dtype, device=a.device)
     if not m or not n:
         return out
-    tile = _tiles(m, n, group, a.is_cuda)
+    tile = _tiles(m, n, group, a.device)
     grid = (-(-m // tile["BM"]) * -(-n // tile["BN"]),)
     gemm_kernel[grid](
         a.contiguous(), b.contiguous(), sa.contiguous(), sb.contiguous(), out if bias is None else bias, out,

@@ -54,7 +54,7 @@ def _blocks(m: int, n: int, steps: int, device: torch.device) -> tuple[dict[str,
     bn, bm = 32 if on_gpu else 16, 8 if m <= 8 else 16
     tiles = -(-n // bn)
     split = max(1, min(16 * multiprocessors(device.index if on_gpu else None) // tiles, steps // 4, 32))
-    return dict(BN=bn, BM=bm, SPLIT=split > 1, num_warps=1, num_stages=5 if on_gpu else 1), split
+    return dict(BN=bn, BM=bm, SPLIT=split > 1, num_warps=1, num_stages=3 if on_gpu else 1), split
 
 
 def _launch(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:

@@ -104,6 +104,10 @@ def _executed(x: Tensor, grid: QuantSpec, extra: Tensor | None) -> tuple[Tensor,
 
 def pack(x: Tensor, steps: list[Step], grid: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
     """(codes, block scales [M, G], second level float32 [M] or None) of `pre(x)`, for block-scaled products."""
+    if grid.fmt.bits == 4 and not api.why_not(steps, grid, "packed", x.shape[1]):
+        codes, row, scale = api.pack(x, steps, grid)
+        two = grid.global_scale is not None
+        return codes, scale.view(grid.scale_dtype), row.reshape(-1) if two else None
     x32 = apply_steps(x.to(torch.float32), steps)
     q = encode(x32, choose_scale(x32, grid), grid)
     return q.codes, q.scale, None if q.global_scale is None else q.global_scale.reshape(-1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dq.cli import main
-from dq.eval.bench import formats, speed
+from dq.eval.bench import activation, formats, speed
 from dq.qtensor import quantize
 from dq.spec import QuantSpec
 
@@ -108,3 +108,11 @@ def test_unknown_target_is_one_line(capsys):
         main(["bench", "quantize", "--shape", "8", "16", "--specs", "nvfp5", "--device", "cpu", "--repeat", "1"]) == 2
     )
     assert "did you mean" in capsys.readouterr().err
+
+
+def test_activation_table(monkeypatch):
+    monkeypatch.setattr(activation, "copy_bandwidth", lambda device, repeat: 1e9)
+    result = activation.measure(((2, 256),), "cpu", repeat=1)
+    assert [r["grid"] for r in result["rows"]] == [g for g, _ in activation.GRIDS]
+    assert all(r["floor_us"] == pytest.approx(2 * 256 * 3 / 1e3) and r["rotate"] > 0 for r in result["rows"])
+    assert "2 x 256" in activation.text(result) and "(1.00)" in activation.text(result)

@@ -72,6 +72,9 @@ def columns(rows: int, width: int) -> Iterator[Case]:
     for dual in (False, True):
         arguments = dict(residual=32, dual=dual, extra=t, width=width + 128)
         yield f"residual {dual}", x, [], "nvfp4-token", "e4m3", arguments
+        arguments = dict(residual=24, dual=dual, extra=t)
+        yield f"residual {dual} FP8", x, [], "fp8_e4m3/token", "e4m3", arguments
+        arguments = dict(residual=32, dual=dual, extra=t, width=width + 128)
         yield f"residual {dual} H16", x, [smooth(width), turned(16)], "nvfp4-token", "e4m3", arguments
         arguments = dict(residual=32, dual=dual, width=width)
         yield f"residual {dual} packed", x, [], "nvfp4-token", "packed", arguments

@@ -96,6 +96,7 @@ def test_compiles_for(generation, tmp_path, monkeypatch):
     whole = _ptx(generation, ROTATE=256, SMOOTH=True, KIND="int4", TARGET="int8", FRONT="layernorm", ADALN=True)
     assert not re.search(r"cvt\S*e4m3", whole)
     _ptx(generation, KIND="nvfp4", GROUP=16, ROTATE=256, RESIDUAL=256, DUAL=True, EXTRA=32, TAIL=128)
+    _ptx(generation, RESIDUAL=128, DUAL=True)
     packed = _ptx(generation, KIND="nvfp4", GROUP=16, TARGET="packed")
     assert not re.search(r"cvt\S*e4m3", packed) and len(re.findall(r"st\.global", packed)) <= each // 8 * 2 + 2
 
@@ -129,7 +130,9 @@ def ptx_count(ptx: str, word: str) -> int:
         ([], QuantSpec.parse("fp8_e5m2/token"), "e4m3", 512, 0, "no activation kernel"),
         ([], QuantSpec.parse("int8/token@mse"), "int8", 512, 0, "absmax"),
         ([], FP8, "e4m3", 40000, 0, "at most 32768"),
-        ([], FP8, "e4m3", 512, 16, "residual"),
+        ([], FP8, "e4m3", 512, 16, ""),
+        ([], FP8, "e4m3", 512, 513, "residual"),
+        ([], QuantSpec.parse("mxfp4"), "e4m3", 512, 32, "residual"),
         ([], NVFP4, "e4m3", 512, 24, "residual"),
         ([], NVFP4, "e4m3", 512, 32, ""),
     ],
@@ -182,3 +185,17 @@ def test_operator_is_well_defined():
     x, nothing = torch.randn(3, 64), [None] * 9
     rest = ("nvfp4", "e4m3", 16, False, "", "", 1e-6, 16, 16, True, 128)
     torch.library.opcheck(torch.ops.dq.activate.default, (x, *nothing, *rest))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step("rotate", params={"size": 64, "kind": "sylvester"}),
+        Step("shift", params={"value": 0.171875}),
+        Step("outliers", {"mask": torch.ones(64)}),
+    ],
+    ids=lambda step: step.name,
+)
+def test_variants_of_steps_are_refused(step):
+    """A kernel that ran a Sylvester rotation as a regular one would be silently wrong."""
+    assert "the kernel takes" in why_not([step], QuantSpec.parse("fp8_e4m3/token"), "e4m3", 64)

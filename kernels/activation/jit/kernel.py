@@ -171,8 +171,11 @@ def activate_kernel(
         _store(out, blocks, v, share, scale, t, 0, 0, K, KIND, TARGET, GROUP, HARDWARE, C)
         if RESIDUAL and (t + 1) * C * 8 > K - RESIDUAL:
             FROM: tl.constexpr = K - RESIDUAL
-            rest = done[t] - v * (scale * unit)[:, None]
-            w, part, fine = rounded(rest, base, unit, KIND, GROUP, HALF, RULE, EXACT, FUSED, C)
+            if KIND == "fp8":
+                w, part, fine = v - round_signed(v, -6, 3, 448.0), share, scale
+            else:
+                rest = done[t] - v * (scale * unit)[:, None]
+                w, part, fine = rounded(rest, base, unit, KIND, GROUP, HALF, RULE, EXACT, FUSED, C)
             _store(out, blocks, w, part, fine, t, RESIDUAL, FROM, K, KIND, TARGET, GROUP, HARDWARE, C)
             if DUAL:
                 _store(out, blocks, v, share, scale, t, 2 * RESIDUAL, FROM, K, KIND, TARGET, GROUP, HARDWARE, C)

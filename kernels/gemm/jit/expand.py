@@ -37,8 +37,8 @@ def _unit(unit_ptr, row, inside, UNIT: tl.constexpr):
 def _largest(
     scale, scale_ptr, codes_ptr, row, inside, scale_row, groups, stride, SCALE: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Largest scale of each row [BN] among groups that hold anything; 1 for a row of zeros. The scale of a group of zeros
-    is 1.0 by convention, far above those of weights; only where a scale is 1.0 the codes have to tell."""
+    """Largest scale of each row [BN] among groups that hold anything; 1 for a row of zeros. The scale of a group of
+    zeros is 1.0 by convention, far above those of weights; only where a scale is 1.0 the codes have to tell."""
     largest = tl.max(scale, axis=1)
     if tl.max(tl.max((scale == 1.0).to(tl.int32), axis=1), axis=0) > 0:
         largest = tl.zeros_like(largest)

@@ -41,6 +41,8 @@ def gemm_kernel(
     SUM: tl.constexpr = tl.int32 if INTEGER else tl.float32
     total = tl.zeros((BM, BN), tl.float32 if GROUPED else SUM)
     for step in range(tl.cdiv(k, BK)):
+        if GROUPED:  # ahead of the product, which hides how long they take
+            sa, sb = tl.load(sa_at + step), tl.load(sb_at + step)
         if EVEN:
             a, b = tl.load(a_at), tl.load(b_at)
         else:
@@ -49,7 +51,7 @@ def gemm_kernel(
             b = tl.load(b_at, mask=tl.arange(0, BK)[:, None] < left, other=0.0)
         if GROUPED:
             part = tl.dot(a, b, out_dtype=SUM).to(tl.float32)
-            total += part * (tl.load(sa_at + step)[:, None] * tl.load(sb_at + step)[None, :])
+            total += part * (sa[:, None] * sb[None, :])
         else:
             total = tl.dot(a, b, total, out_dtype=SUM)
         a_at += BK

@@ -1,0 +1,301 @@
+"""Quantized linears against 16-bit ones: time and error of every engine on the shapes of real models, in one run.
+
+    ratio   time of BF16 cuBLAS / time
+    limit   max(2 M N K / rate of the unit, bytes that must move / copy bandwidth) / time
+    error   ||y - y64|| / ||y64||, y64 in float64 from the dequantized operands on the activation grid that ran
+    layer   the same against the 16-bit layer's own float64 result
+
+Rates (8192^3 products) and bandwidth are measured in the same run. On CUDA an engine runs from a captured graph over
+several copies of its weights, more than an L2 holds, so neither launches nor warm caches count. Times of dq and torchao
+include the quantization of activations; "alone" marks products that do not.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dq.eval.bench.others import others
+from dq.eval.bench.speed import copy_bandwidth, timed
+from dq.eval.environment import describe
+from dq.linear import QuantizedLinear
+from dq.ops import Choice, LinearParams, choose_backend
+from dq.qtensor import fake_quantize, quantize
+from dq.registry import DQError, suggest
+from dq.spec import QuantSpec
+from dq.transforms import Step, apply_steps
+from dq.transforms.rotate import group_size
+
+# model -> (M, ((K, N), ...)): a 1024 px image (FLUX.1, Qwen-Image), an 81-frame 480p video, a prompt, a token
+SHAPES: dict[str, tuple[int, tuple[tuple[int, int], ...]]] = {
+    "flux": (4608, ((3072, 3072), (3072, 9216), (3072, 12288), (12288, 3072), (3072, 21504), (15360, 3072))),
+    "qwen-image": (4352, ((3072, 3072), (3072, 12288), (12288, 3072))),
+    "wan": (32760, ((5120, 5120), (5120, 13824), (13824, 5120))),
+    "llama-prefill": (2048, ((4096, 4096), (4096, 14336), (14336, 4096))),
+    "llama-decode": (1, ((4096, 6144), (4096, 4096), (4096, 14336), (14336, 4096))),
+}
+# name -> (weights, activations, transforms, low rank, activations mode)
+ENGINES: dict[str, tuple[str, str | None, tuple[str, ...], int, str]] = {
+    "fp8": ("fp8_e4m3/channel", "fp8_e4m3/token", (), 0, "native"),
+    "int8": ("int8/channel", "int8/token", (), 0, "native"),
+    "w4a4-int4": ("int4/channel", "int4/token", (), 0, "native"),
+    "w4a4-int4-convrot": ("int4/channel", "int4/token", ("rotate",), 0, "native"),
+    "w4a4-int4-svd": ("int4/group64", "int4/group64/fp32", ("smooth",), 32, "native"),
+    "w4a4-nvfp4": ("nvfp4", "nvfp4-token", (), 0, "native"),
+    "w4a4-nvfp4 rotated": ("nvfp4", "nvfp4-token", ("rotate",), 0, "native"),
+    "w4a4-nvfp4-svd": ("nvfp4", "nvfp4-token", ("smooth",), 32, "native"),
+    "w4a4-mxfp4": ("mxfp4", "mxfp4", (), 0, "native"),
+    "w4a4-int4 faithful": ("int4/channel", "int4/token", (), 0, "faithful"),
+    "w4a4-int4-svd faithful": ("int4/group64", "int4/group64/fp32", ("smooth",), 32, "faithful"),
+    "w4a4-nvfp4 faithful": ("nvfp4", "nvfp4-token", (), 0, "faithful"),
+    "fp8-block": ("fp8-block", "fp8-block-token", (), 0, "native"),
+    "w4a16 g64": ("int4/group64", None, (), 0, "native"),
+    "w4a16 g128": ("int4/group128", None, (), 0, "native"),
+    "w4a16 nvfp4": ("nvfp4", None, (), 0, "native"),
+    "w8a16 fp8": ("fp8_e4m3/channel", None, (), 0, "native"),
+    "w8a16 int8": ("int8/channel", None, (), 0, "native"),
+}
+ROWS = 256  # rows of the input on which errors are measured
+SPREAD = 1 << 28  # bytes of weights that repeated calls go through
+Call = Callable[[], Tensor]
+
+
+def graph_time(calls: Sequence[Call], device: torch.device, repeat: int) -> float:
+    """Median seconds of one call; on CUDA from a graph of all of them, replayed."""
+    for call in calls:
+        call()
+    if device.type != "cuda":
+        return timed(calls[0], device, repeat)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+    except RuntimeError:  # an engine that waits for the device cannot be captured
+        torch.cuda.synchronize(device)
+        return timed(calls[0], device, repeat)
+    graph.replay()
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeat)]
+    for start, end in marks:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(start.elapsed_time(end) for start, end in marks) / 1e3 / len(calls)
+
+
+def relative(y: Tensor, want: Tensor) -> float:
+    """||y - want|| / ||want|| in float64."""
+    return float((y.to(torch.float64) - want).norm() / want.norm())
+
+
+class Problem:
+    """One linear: weight [N, K] and input [M, K] with a few channels 20 times larger, as in real models; BF16."""
+
+    def __init__(self, m: int, k: int, n: int, device: torch.device):
+        g = torch.Generator().manual_seed(m + k + n)
+        self.m, self.k, self.n, self.device = m, k, n, device
+        self.weight = (torch.randn(n, k, generator=g) * k**-0.5).to(device, torch.bfloat16)
+        x = torch.randn(min(m, 512), k, generator=g)
+        x[:, :: max(1, k // 16)] *= 20.0
+        self.x = x.repeat(-(-m // len(x)), 1)[:m].to(device, torch.bfloat16)
+        self.bias = torch.randn(n, generator=g).to(device, torch.bfloat16)
+        self.exact = self.product(self.x[:ROWS].to(torch.float64), self.weight.to(torch.float64))
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x W^T + bias in the dtype of the operands."""
+        return x @ weight.T + self.bias.to(x.dtype)
+
+    def layer(self, engine: str) -> QuantizedLinear:
+        """The problem's linear as `engine` has it; its low-rank branch is of plausible size, not fitted."""
+        weights, grid, transforms, rank, _ = ENGINES[engine]
+        w, steps, side = self.weight.to(torch.float32), [], None
+        if "smooth" in transforms:
+            factor = self.x[:512].to(torch.float32).abs().amax(0).clamp(min=1e-3).sqrt()
+            steps.append(Step("smooth", {"factor": factor}))
+            w = w * factor
+        if "rotate" in transforms:
+            steps.append(Step("rotate", params={"size": group_size((self.k,))}))
+            w = steps[-1].apply(w)
+        if rank:
+            g = torch.Generator().manual_seed(rank)
+            up, down = (torch.randn(s, generator=g).to(self.x) * 0.02 for s in ((self.n, rank), (rank, self.k)))
+            side, basis = (down, up), down.to(torch.float32)
+            for step in steps:  # only smoothing stands beside low rank here
+                basis = basis * step.tensors["factor"]
+            w = w - up.to(torch.float32) @ basis
+        grid = None if grid is None else QuantSpec.parse(grid)
+        return QuantizedLinear.build(
+            quantize(w, QuantSpec.parse(weights)), activations=grid, steps=steps, side=side, bias=self.bias
+        )
+
+    def defined(self, params: LinearParams, grid: str) -> Tensor:
+        """float64 result of the dequantized operands for the first rows, on the activation grid `grid`."""
+        x = self.x[:ROWS]
+        q = apply_steps(x.to(torch.float32), params.steps)
+        q = q if grid == "16-bit" else fake_quantize(q, QuantSpec.parse(grid))
+        y = self.product(q.to(torch.float64), params.weight.dequantize().to(torch.float64))
+        if params.down is not None:
+            y += x.to(torch.float64) @ params.down.to(torch.float64).T @ params.up.to(torch.float64).T
+        return y
+
+
+def copies_of(nbytes: int, device: torch.device) -> int:
+    """How many weights of this size calls go through in turn."""
+    return max(2, min(64, -(-SPREAD // max(1, nbytes)))) if device.type == "cuda" else 1
+
+
+def _row(problem: Problem, engine: str, seconds: float, rate: float, nbytes: int, **more: Any) -> dict[str, Any]:
+    """A line of the table; `rate` in FLOP/s and bandwidth, kept in the problem, give the physical limit."""
+    flop = 2.0 * problem.m * problem.n * problem.k
+    moved = nbytes + 2 * problem.m * (problem.k + problem.n)
+    floor = max(flop / rate, moved / problem.bandwidth)
+    row = {"m": problem.m, "k": problem.k, "n": problem.n, "engine": engine, "us": seconds * 1e6}
+    return row | {"tflops": flop / seconds / 1e12, "limit": floor / seconds} | more
+
+
+def _bf16(problem: Problem, rates: dict[str, float], repeat: int) -> dict[str, Any]:
+    nbytes = 2 * problem.weight.numel()
+    weights = [problem.weight.clone() for _ in range(copies_of(nbytes, problem.device))]
+    calls = [lambda w=w: torch.nn.functional.linear(problem.x, w, problem.bias) for w in weights]
+    wrong = relative(calls[0]()[:ROWS], problem.exact)
+    seconds = graph_time(calls, problem.device, repeat)
+    return _row(
+        problem, "bf16", seconds, rates["bf16"], nbytes, error=wrong, layer=wrong, backend="cuBLAS", grid="16-bit"
+    )
+
+
+def _unit(choice: Choice, params: LinearParams) -> str:
+    """Which ceiling a backend runs against."""
+    grid = choice.backend.grid(params)
+    if grid == "16-bit":
+        return "bf16"
+    return "fp8" if choice.backend.name != "int8-mma" else "int8"
+
+
+def _dq(problem: Problem, engine: str, rates: dict[str, float], repeat: int) -> dict[str, Any]:
+    layer = problem.layer(engine)
+    params = layer.params
+    choice = choose_backend(params, problem.device, problem.x.dtype, ENGINES[engine][4])
+    copies = [params] + [layer_copy(layer).params for _ in range(copies_of(params.weight.nbytes, problem.device) - 1)]
+    run = choice.backend.run
+    calls = [lambda p=p: run(problem.x, p) for p in copies]
+    grid = choice.backend.grid(params)
+    y = calls[0]()[:ROWS]
+    more = dict(error=relative(y, problem.defined(params, grid)), layer=relative(y, problem.exact))
+    seconds = graph_time(calls, problem.device, repeat)
+    more |= dict(backend=choice.backend.name, grid=grid, refused=choice.refused)
+    return _row(problem, engine, seconds, rates[_unit(choice, params)], params.weight.nbytes, **more)
+
+
+def layer_copy(layer: QuantizedLinear) -> QuantizedLinear:
+    """A layer of its own memory."""
+    side = (layer.lowrank_down, layer.lowrank_up) if layer.config.rank else None
+    q = layer.qtensor
+    parts = {n: getattr(q, n) for n in ("codes", "scale", "global_scale", "zero_point")}
+    clone = type(q)(spec=q.spec, shape=q.shape, **{n: None if t is None else t.clone() for n, t in parts.items()})
+    return QuantizedLinear.build(
+        clone, activations=layer.config.activations, steps=layer.steps, side=side, bias=layer.bias
+    )
+
+
+def ceilings(device: torch.device, repeat: int, size: int = 8192) -> dict[str, float]:
+    """Copy bandwidth in bytes/s, and FLOP/s of BF16, FP8 and INT8 products; what a device lacks counts as BF16.
+
+    INT8 has the rate of FP8 on every GPU that has both.
+    """
+    size = size if device.type == "cuda" else 256
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    flop = 2.0 * size**3
+    found = {"bandwidth": copy_bandwidth(device, repeat), "bf16": flop / graph_time([lambda: a @ b.T], device, repeat)}
+    found |= {"fp8": found["bf16"], "int8": found["bf16"]}
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+        one = torch.ones(size, 1, device=device)
+        call = lambda: torch._scaled_mm(  # noqa: E731
+            a8, b8.T, scale_a=one, scale_b=one.T, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+        found["fp8"] = found["int8"] = flop / graph_time([call], device, repeat)
+    return found
+
+
+def _lines(problem: Problem, rates: dict[str, float], engines: Sequence[str], repeat: int) -> Iterator[dict[str, Any]]:
+    yield _bf16(problem, rates, repeat)
+    for name, unit, nbytes, calls, exact in others(problem, copies_of):
+        try:
+            y = calls[0]()
+            more = dict(backend=name, grid="", error=None, layer=relative(y[:ROWS], problem.exact) if exact else None)
+            seconds = graph_time(calls, problem.device, repeat)
+        except Exception as error:  # another library's refusal is a line of the table, not the end of it
+            yield dict(m=problem.m, k=problem.k, n=problem.n, engine=name, failed=str(error).split("\n")[0][:200])
+            continue
+        yield _row(problem, name, seconds, rates[unit], nbytes, **more)
+    for engine in engines:
+        yield _dq(problem, engine, rates, repeat)
+
+
+def measure(
+    models: Sequence[str] = ("flux", "llama-decode"),
+    engines: Sequence[str] | None = None,
+    device: str | torch.device = "cpu",
+    repeat: int = 20,
+    divide: int = 1,
+) -> dict[str, Any]:
+    """The table as JSON-clean data.
+
+    Args:
+        models: keys of `SHAPES`.
+        engines: keys of `ENGINES`; default: all.
+        divide: every size by this, for a quick look or a CPU.
+
+    Raises:
+        DQError: an unknown model or engine.
+    """
+    for words, known, what in ((models, SHAPES, "model"), (engines or (), ENGINES, "engine")):
+        for word in words:
+            if word not in known:
+                raise DQError(f"unknown {what} {word!r}{suggest(word, known)}")
+    where = torch.device(device)
+    found, rows = ceilings(where, repeat), []
+    for model in models:
+        m, shapes = SHAPES[model]
+        for k, n in shapes:
+            problem = Problem(max(1, m // divide), k // divide, n // divide, where)
+            problem.bandwidth = found["bandwidth"]
+            chosen = engines or [e for e in ENGINES if m > 16 or "a16" in e]
+            lines = list(_lines(problem, found, chosen, repeat))
+            for line in lines:
+                line |= {"model": model} | ({"ratio": lines[0]["us"] / line["us"]} if "us" in line else {})
+            rows += lines
+    limits = {k: v / (1e9 if k == "bandwidth" else 1e12) for k, v in found.items()}
+    return {"environment": describe(where), "repeat": repeat, "ceilings": limits, "rows": rows}
+
+
+def text(result: dict[str, Any]) -> str:
+    """The table for a terminal."""
+    top, where = result["ceilings"], result["environment"]
+    versions = ", ".join(f"{k} {where['versions'][k]}" for k in ("dq", "torch", "triton") if k in where["versions"])
+    out = [
+        f"{where['device']}, {versions}; copy {top['bandwidth']:.0f} GB/s, BF16 {top['bf16']:.0f}, "
+        f"FP8 {top['fp8']:.0f} TFLOP/s; medians of {result['repeat']}"
+    ]
+    before = None
+    for r in result["rows"]:
+        if before != (r["model"], r["m"], r["k"], r["n"]):
+            before = (r["model"], r["m"], r["k"], r["n"])
+            out += ["", f"{r['model']}: M {r['m']}, K {r['k']}, N {r['n']}"]
+            out.append(f"  {'':<26} {'us':>8} {'x BF16':>7} {'limit':>6} {'error':>8} {'layer':>8}  kernel, grid")
+        if "failed" in r:
+            out.append(f"  {r['engine']:<26} {r['failed']}")
+            continue
+        wrong = [f"{r[key]:.1e}" if r[key] is not None else "" for key in ("error", "layer")]
+        out.append(
+            f"  {r['engine']:<26} {r['us']:>8.1f} {r['ratio']:>7.2f} {r['limit']:>6.0%} {wrong[0]:>8} {wrong[1]:>8}  "
+            f"{r['backend']}{', ' * bool(r['grid'])}{r['grid']}"
+        )
+    return "\n".join(out)
