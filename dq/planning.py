@@ -18,7 +18,7 @@ from dq.registry import DQError, suggest, typed
 from dq.transforms import TRANSFORMS
 
 # Nanoseconds per weight element on one CPU core pair, measured with the demo model; a GPU is far faster.
-_COST = {"rtn": 25.0, "smooth": 900.0, "lowrank": 350.0, "rotate": 15.0}
+_COST = {"rtn": 25.0, "gptq": 150.0, "smooth": 900.0, "awq": 1600.0, "lowrank": 350.0, "rotate": 15.0, "arc": 5.0}
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,11 @@ class PlanRow:
     @property
     def seconds(self) -> float:
         """Rough time on two CPU cores."""
-        if self.target is None:
-            return 0.0
-        names = [n for n, _ in self.target.transforms] + [self.target.rounding]
+        return 0.0 if self.target is None else self.cost(self.target)
+
+    def cost(self, target: Target) -> float:
+        """Rough seconds to quantize the row as `target` says."""
+        names = [n for n, _ in target.transforms] + [target.rounding]
         return self.elements * 1e-9 * sum(_COST.get(n, 100.0) for n in names)
 
 
@@ -114,7 +116,9 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Rough seconds to quantize on two CPU cores, calibration runs of the pipeline not counted."""
-        return sum(r.seconds for r in self.rows)
+        tried = self.recipe.auto.candidates if self.recipe.auto else ()
+        free = [r for r in self.rows if r.target == self.recipe.linear] if tried else []
+        return sum(r.seconds for r in self.rows) + sum(r.cost(c.target) for r in free for c in tried)
 
     @property
     def peak_bytes(self) -> int:

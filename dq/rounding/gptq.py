@@ -58,8 +58,8 @@ def executed_target(weight: Tensor, hessian: Tensor, gain: Tensor, noise: Tensor
     cross = hessian * gain  # H G
     executed = cross * gain[:, None]
     executed = executed + torch.diag(noise)
-    ridge = 1e-4 * executed.diagonal().mean() * torch.eye(len(executed)).to(executed)
-    # Ridge towards W itself: directions without signal keep their weight.
+    # Ridge towards W itself: directions without signal keep their weight, all of them where there is none at all.
+    ridge = 1e-4 * executed.diagonal().mean().clamp(min=1e-30) * torch.eye(len(executed)).to(executed)
     target = torch.linalg.solve((executed + ridge).double(), (cross + ridge).T.double() @ weight.T.double()).T
     return target.to(weight), executed
 

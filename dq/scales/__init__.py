@@ -188,7 +188,7 @@ class ScaleRule:
         ceiling: largest block scale that the second level is normalised to; None takes the format's largest (448).
         formats: scale formats it works with; empty for all.
         needs: `importance` or `hessian` if it cannot work without.
-        plain: the rule that stands in for it where such statistics are not at hand (searches inside transforms).
+        plain: the rule that stands in for it inside transforms, whose searches only compare candidates: a cheap one.
         clip: for grids with a zero point, whose scale is that of min and max: `(blocks, fake, **params) -> x`, the
             blocks [R, G, E] cut to the range to be covered; `fake` rounds blocks to their own range and back. None if
             the rule does not go with such grids.

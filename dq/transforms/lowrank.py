@@ -110,12 +110,17 @@ def _metric(state: GroupState, name: str, weighting: str) -> tuple[Tensor, Tenso
         raise DQError(f"a low rank weighted by {weighting} needs calibration (layer {name})")
     if weighting == "hessian":
         values, vectors = torch.linalg.eigh(hessian.to(torch.float64))
-        root = values.clamp(min=1e-4 * float(values.mean())).sqrt()
+        root = values.clamp(min=_floor(values)).sqrt()
         return (vectors * root).to(hessian), (vectors / root).T.to(hessian)
     error = state.activation_error(name)
     power = ROUNDED * hessian.diagonal() + (0.0 if error is None else error[1].to(hessian))
-    root = power.clamp(min=1e-4 * float(power.mean())).sqrt()
+    root = power.clamp(min=_floor(power)).sqrt()
     return root, 1.0 / root
+
+
+def _floor(power: Tensor) -> float:
+    """What a power counts as at least: directions without signal must not be divided by 0; without any, all are equal."""
+    return 1e-4 * float(power.mean()) or 1.0
 
 
 def _weighted_factors(w: Tensor, rank: int, metric: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
