@@ -119,7 +119,7 @@ def _metric(state: GroupState, name: str, weighting: str) -> tuple[Tensor, Tenso
 
 
 def _floor(power: Tensor) -> float:
-    """What a power counts as at least: directions without signal must not be divided by 0; without any, all are equal."""
+    """Least power that counts: nothing is divided by 0, and where there is no signal at all, all are equal."""
     return 1e-4 * float(power.mean()) or 1.0
 
 
