@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dq.family import matches
 from dq.group import quantize_row, transformed
@@ -24,6 +24,7 @@ from dq.registry import DQError
 from dq.stats import Stat
 
 BINS = 4096  # of the byte budget
+FLOOR = 0.25  # of an even share of the model's error: no group is taken to matter less, a small gain may be chance
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,12 @@ def score_row(
         raise DQError(f"{row.members[0]}: no candidate fits: {why}")
     order = [c.name for c in auto.candidates]
     return tuple(sorted(scores, key=lambda s: order.index(s.candidate))), kept
+
+
+def cautious(gains: Tensor) -> float:
+    """Mean plus one standard error over records: a group whose weight is uncertain is not gambled with."""
+    spread = float(gains.std()) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
+    return float(gains.mean()) + spread
 
 
 def reference_score(scores: Iterable[Score]) -> Score:

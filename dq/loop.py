@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dq.auto import ChoiceTable, choose, decided, reference_score, score_row, undecided
+from dq.auto import FLOOR, ChoiceTable, cautious, choose, decided, reference_score, score_row, undecided
 from dq.checkpoint import artifact_meta
 from dq.group import quantize_row
 from dq.linear import LayerInfo, QuantizedLinear, layer_info, quantized_linears
@@ -219,21 +219,21 @@ class _Loop:
         and all others stay quantized: errors of consecutive layers do not add up, so each is measured beside the rest.
         """
 
-        def wrong() -> float:
-            return sum(relative_error(outputs(self._call(i)), y) for i, y in clean.items()) / len(clean)
+        def wrong() -> Tensor:
+            return torch.tensor([relative_error(outputs(self._call(i)), y) for i, y in clean.items()])
 
         originals = [self._swap(mine) for mine in layers]
         try:
             base, gains = wrong(), []
             for mine in originals:
                 quantized = self._swap(mine)
-                gains.append(base - wrong())
+                gains.append(cautious(base - wrong()))
                 self._swap(quantized)
                 self.tick(len(clean))
         finally:
             for mine in originals:
                 self._swap(mine)
-        return [max(gain, 1e-3 * base / len(gains)) for gain in gains]  # a gain below 0 is chance
+        return [max(gain, FLOOR * float(base.mean()) / len(gains)) for gain in gains]
 
     def _decide(self, taken: list[PlanRow]) -> None:
         """Puts decided rows (or pieces of rows) in the place of the rows they came from."""

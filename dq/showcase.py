@@ -145,3 +145,55 @@ def bench_methods(
         progress=False,
     )
     return methods.rows(result, reports)
+
+
+# What calibration sees: name -> which records are kept.
+_SEEN: dict[str, Callable[[Any], bool]] = {
+    "all steps, both branches": lambda r: True,
+    "first step only": lambda r: r.step == 0,
+    "last step only": lambda r: r.step == r.steps - 1,
+    "cond branch only": lambda r: r.branch == "cond",
+    "uncond branch only": lambda r: r.branch == "uncond",
+}
+
+
+def bench_calibration(
+    recipe: str = "w4a4-nvfp4-svd", *, prompts: int = 8, records: int = 64, device: str | None = None, say=print
+) -> list[dict[str, Any]]:
+    """What it costs to calibrate on a part of the steps or on one branch of classifier-free guidance.
+
+    The demo runs with true guidance here (`true_cfg_scale` 2, an empty negative prompt): two calls per step. Every row
+    calibrates on equally many records, and is measured on calls of all steps and both branches.
+
+    Raises:
+        DQError: an unknown recipe, one without calibration, or numbers out of range.
+    """
+    chosen = Recipe.load(recipe)
+    if not chosen.needs_calibration:
+        raise DQError(f"recipe {chosen.name!r} does not calibrate: nothing to compare")
+    checks.device(device)
+    kwargs = demo_kwargs() | {"true_cfg_scale": 2.0, "negative_prompt": ""}
+    call = {k: v for k, v in kwargs.items() if k != "num_inference_steps"}
+    steps = kwargs["num_inference_steps"]
+    source = demo_pipeline(device)
+    texts = demo_prompts(PROMPTS)[-CALIBRATION_PROMPTS:]
+    every = Prompts(texts, steps=steps, records=2 * steps * len(texts), bins=steps, **call)
+    found, _ = every.collect(source, ["transformer"])["transformer"]
+    count = min(len([r for r in found if keep(r)]) for keep in _SEEN.values())
+
+    def candidate(name: str):
+        def make():
+            kept = [r for r in found if _SEEN[name](r)]
+            pipe = demo_pipeline(device)
+            report = quantize(pipe, chosen, calibration=kept[:: max(1, len(kept) // count)][:count], progress=False)
+            say(f"{name}: quantized in {report.seconds:.1f} s")
+            return pipe, report
+
+        return make
+
+    result = evaluate({n: candidate(n) for n in _SEEN}, source, demo_prompts(PROMPTS)[:prompts], ["psnr"],
+                      kwargs=kwargs, records=records, progress=False)  # fmt: skip
+    rows = [{"calibrated on": c.name, "records": count} for c in result.candidates]
+    for row, c in zip(rows, result.candidates, strict=True):
+        row |= {n: {"value": s.value, "low": s.low, "high": s.high, "n": s.n} for n, s in c.scores.items() if s.value}
+    return rows
