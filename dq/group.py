@@ -33,12 +33,25 @@ def _group_state(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device)
         row.inputs,
         row.target.weights,
         row.target.activations,
-        {i[0]: stats[i[0]] for i in row.inputs if i[0] in stats},
+        _reached(row, stats),
         row.lowrank,
         row.k_parts,
         rank,
         side_dtype=kind if kind in (torch.float16, torch.bfloat16) else torch.bfloat16,
     )
+
+
+def _reached(row: PlanRow, stats: dict[str, Stat]) -> dict[str, Stat]:
+    """Statistics of the row's inputs, without those that calibration never reached.
+
+    Raises:
+        DQError: one of them is needed.
+    """
+    found = {i[0]: stats[i[0]] for i in row.inputs if i[0] in stats}
+    for stat in found.values():
+        if not stat.count and row.target.needs_calibration:
+            stat.amax()  # says so
+    return {name: stat for name, stat in found.items() if stat.count}
 
 
 def transformed(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=None) -> GroupState:

@@ -278,3 +278,20 @@ def test_F72_nan_is_named(method, where):
     with pytest.raises(dq.DQError, match=r"^0(\.weight|: a calibration input \(.*\)) holds 1 NaN or Inf"):
         dq.quantize(net, recipe(method), calibration=[dict(input=x)], progress=False)
     assert type(net[0]) is nn.Linear
+
+
+@every_method
+def test_F24_layers_that_calibration_never_reached_are_named(method):
+    """An expert that no token was sent to, a branch that no record took: no NaN, no error about empty tensors."""
+    net = nn.ModuleDict(dict(used=nn.Linear(64, 48), idle=nn.Linear(64, 48)))
+    net.forward = lambda x: net["used"](x)
+    linear = recipe(method)
+    if not linear.needs_calibration:
+        dq.quantize(net, linear, calibration=[dict(x=torch.randn(64, 64))], progress=False)
+        assert net["idle"](torch.randn(5, 64)).isfinite().all()
+        return
+    with pytest.raises(dq.DQError, match=r"^idle: no calibration input reached this layer; give records that run it"):
+        dq.quantize(net, linear, calibration=[dict(x=torch.randn(64, 64))], progress=False)
+    assert type(net["used"]) is nn.Linear
+    dq.quantize(net, linear, calibration=[dict(x=torch.randn(64, 64))], skip=["idle"], progress=False)
+    assert type(net["idle"]) is nn.Linear and type(net["used"]) is dq.QuantizedLinear
