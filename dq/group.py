@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -69,7 +70,9 @@ def quantize_row(
     state = transformed(model, row, stats, device) if state is None else state
     layers = {}
     for members in row.inputs:
-        for m, weight in round_members(state, row.target, members).items():
+        shifted = any(step.name == "shift" for step in state.steps)
+        biased = [m for m in members if shifted or model.get_submodule(m).bias is not None]
+        for m, weight in round_members(state, row.target, members, biased).items():
             old = model.get_submodule(m)
             layers[m] = QuantizedLinear.build(
                 weight,
@@ -85,13 +88,20 @@ def quantize_row(
             _take_off_constant(layers[m])
             stat, raw = state.stat(m), old.weight.detach().to(weight.codes.device, torch.float32)
             if row.target.bias_correction and stat is not None:
-                _correct_bias(layers[m], raw, stat.rows.to(raw))
-            layers[m].sqnr_db = sqnr_db(layers[m], raw, None if stat is None else stat.held_rows[:128].to(raw))
+                _correct_bias(layers[m], raw, stat.rows.to(raw), old.bias)
+            sample = None if stat is None else stat.held_rows[:128].to(raw)
+            layers[m].sqnr_db = sqnr_db(layers[m], raw, sample, old.bias)
     return layers
 
 
-def round_members(state: GroupState, target: Target, members: tuple[str, ...]) -> dict[str, QTensor]:
-    """The weights of linears that share an input as they will be stored, residual channels appended."""
+def round_members(
+    state: GroupState, target: Target, members: tuple[str, ...], biased: Sequence[str] = ()
+) -> dict[str, QTensor]:
+    """The weights of linears that share an input as they will be stored, residual channels appended.
+
+    Args:
+        biased: members with a bias, which a correction can use.
+    """
     rounding, first = ROUNDINGS.get(target.rounding), members[0]
     # Runtimes fuse linears that share an input: they must share the second-level scale, so it covers them all.
     amax = executed_amax([state.weights[m] for m in members], state.weight_spec)
@@ -99,12 +109,11 @@ def round_members(state: GroupState, target: Target, members: tuple[str, ...]) -
         amax = torch.stack([state.weights[m].abs().amax() for m in members]).amax()
     error = state.activation_error(first) if rounding.needs_gram else None
     shared = dict(x=state.rows(first), amax=amax, hessian=state.hessian(first) if target.needs_gram else None)
-    if target.bias_correction:
-        shared["mean"] = state.mean(first)
+    mean = state.mean(first) if target.bias_correction else None
     shared |= dict(gain=error and error[0], noise=error and error[1], residual=state.residual if state.dual else 0)
     out = {}
     for m in members:
-        job = Job(m, state.weights[m], state.weight_spec, **shared)
+        job = Job(m, state.weights[m], state.weight_spec, mean=mean if m in biased else None, **shared)
         main, rest = rounding.round(job, **dict(target.rounding_params))
         if state.residual:
             again = take_columns(main, state.width - state.residual)
@@ -125,15 +134,16 @@ def _take_off_constant(layer: QuantizedLinear) -> None:
         layer.bias = nn.Parameter(bias.to(layer.compute_dtype), requires_grad=False)
 
 
-def _correct_bias(layer: QuantizedLinear, weight: Tensor, x: Tensor) -> None:
-    """`b += E[W x - Q(W') Q(pre(x))]` over a sample x [n, K]: the output keeps its mean. Layers without a bias stay.
+def _correct_bias(layer: QuantizedLinear, weight: Tensor, x: Tensor, bias: Tensor | None) -> None:
+    """`b + E[W x - Q(W') Q(pre(x))]` over a sample x [n, K], b the original's bias: the output keeps its mean. Layers
+    without a bias stay.
 
     Source: Nagel et al., "Data-free quantization through weight equalization and bias correction" (arXiv 1906.04721).
     """
     if layer.bias is not None:
-        bias = layer.bias.to(torch.float32)
-        lost = x @ weight.T + bias - reference_qlinear(x, layer.params)
-        layer.bias = nn.Parameter((bias + lost.mean(0)).to(layer.compute_dtype), requires_grad=False)
+        new = (x @ weight.T - reference_qlinear(x, replace(layer.params, bias=None))).mean(0)
+        new = new if bias is None else new + bias.to(new)
+        layer.bias = nn.Parameter(new.to(layer.compute_dtype), requires_grad=False)
 
 
 def _input_scale(state: GroupState, name: str) -> Tensor | None:
@@ -155,15 +165,18 @@ def _input_scale(state: GroupState, name: str) -> Tensor | None:
     return choose_scale(rows, spec).scale.to(torch.float32)
 
 
-def sqnr_db(layer: QuantizedLinear, weight: Tensor, x: Tensor | None) -> float | None:
-    """`10 log10(||y||^2 / ||y_q - y||^2)` of the layer's output on x [n, K], the 16-bit bias excluded; without x of
-    its weight. At most 300; None where the signal is zero, or beyond float32."""
+def sqnr_db(layer: QuantizedLinear, weight: Tensor, x: Tensor | None, bias: Tensor | None = None) -> float | None:
+    """`10 log10(||y||^2 / ||y_q - y||^2)` of the layer's output on x [n, K], the original's bias excluded (but not what
+    a shift or a correction added to it); without x of its weight. At most 300; None where the signal is zero, or beyond
+    float32."""
     if x is None:
         signal, noise = weight, layer.dequantized_weight(torch.float32) - weight
     else:
-        signal, constant = x @ weight.T, layer.constant()
-        params = replace(layer.params, bias=None if constant is None else -constant)
-        noise = reference_qlinear(x, params) - signal
+        added = layer.bias
+        if added is not None and bias is not None:
+            added = added.to(torch.float32) - bias.to(added.device, torch.float32)
+        signal = x @ weight.T
+        noise = reference_qlinear(x, replace(layer.params, bias=added)) - signal
     power, lost = (float(t.to(torch.float64).square().sum()) for t in (signal, noise))
     if not power or not math.isfinite(power + lost):
         return None

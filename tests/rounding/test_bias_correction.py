@@ -14,6 +14,7 @@ TRANSFORMS = {
     "lowrank": ["lowrank"],
     "arc": [{"name": "arc", "channels": 16}],
     "dual": [{"name": "arc", "channels": 16, "dual": True}],
+    "shift": [{"name": "shift", "value": 0.171875}],
 }
 
 
@@ -62,6 +63,27 @@ def test_layers_without_a_bias_stay_so(tiny):
     assert model[0].bias is None and "0.bias" not in model.state_dict()
     assert not torch.equal(model[1].bias, biases[1])
     assert torch.equal(model[2].bias, biases[2]), "a rule's own target did not ask for it"
+
+
+@pytest.mark.parametrize("rounding", ["gptq", "rtn"])
+def test_without_a_bias_nothing_is_left_to_it(tiny, rounding):
+    """GPTQ may ignore what moves the mean only where a bias takes it up; else it is asked for in vain."""
+    x = inputs()
+    layer, source = tiny.layer(recipe(rounding=rounding), bias=False, x=x)
+    without, _ = tiny.layer(recipe(corrected=False, rounding=rounding), bias=False, x=x)
+    assert torch.equal(layer.qweight, without.qweight) and torch.equal(layer(x), without(x))
+    shifted, source = tiny.layer(recipe(TRANSFORMS["shift"], rounding=rounding), bias=False, x=x)
+    assert ((shifted(x) - source(x)).mean(0).abs() < 1e-5 * source(x).abs().amax()).all(), "a shift makes a bias"
+
+
+@pytest.mark.parametrize("name", ["none", "dual", "shift"])
+def test_the_measured_sqnr_counts_it(tiny, name):
+    """What GPTQ leaves to the bias is no error of the layer; its own 16-bit bias is no signal."""
+    x = inputs()
+    layer, source = tiny.layer(recipe(TRANSFORMS[name], rounding="gptq"), x=x)
+    y = source(x[:128]) - source.bias
+    noise = (layer(x[:128]) - source(x[:128])).square().sum()
+    assert layer.sqnr_db == pytest.approx(float(10 * (y.square().sum() / noise).log10()), abs=0.01)
 
 
 def test_recipes_carry_it():
