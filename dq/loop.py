@@ -151,10 +151,21 @@ class _Loop:
     @property
     def steps(self) -> int:
         """Rows to quantize plus model or block runs of calibration: the units of the progress bar."""
-        passes = 2 if self.auto else 1
-        weighed = 1 + self.auto.rounds * self.auto.records if self.auto else 0
-        runs = len(self.records) * (len(self.replay.order) + self.observe)
-        return len(self.plan.quantized) * (1 + weighed) + passes * runs
+        return len(self.plan.quantized) + self._runs + (self._survey_steps if self.auto else 0)
+
+    @property
+    def _runs(self) -> int:
+        return len(self.records) * (len(self.replay.order) + self.observe)
+
+    @property
+    def _survey_steps(self) -> int:
+        """The same for `choose`."""
+        return len(undecided(self.plan)) * (1 + self.auto.rounds * len(self._scored())) + self._runs
+
+    def _scored(self) -> list[int]:
+        """Records on which the model's output is compared: of those held out, of all where there are few."""
+        held = list(range(3, len(self.records), 4)) or list(range(len(self.records)))
+        return held[:: max(1, len(held) // self.auto.records)][: self.auto.records]
 
     def run_all(self, tick: Callable[[int], Any]) -> None:
         """Runs every block, then puts the finished layers into the model."""
@@ -176,6 +187,7 @@ class _Loop:
         if known is not None:
             table = ChoiceTable.from_list(known)
             pieces = [_piece(next(r for r in free if c.members[0] in r.members), c.members) for c in table]
+            tick(self._survey_steps)
             self._decide(decided(pieces, table, self.auto))
             return table
         self.survey = True
@@ -190,10 +202,8 @@ class _Loop:
             for part in [p for row in rows for p in self._verified(row, stats)]:
                 found[part.members] = score_row(self.model, part, stats, self.auto, self.device)
                 self.tick(1)
-        held = [i for i in range(len(self.records)) if self._held_out(i)] or list(range(len(self.records)))
         self.replay, self.survey, self.whole = self.replay.fresh(), False, {}
-        held = held[:: max(1, len(held) // self.auto.records)][: self.auto.records]
-        return self._allocate([r for r in self.rows if r.members in found], found, held)
+        return self._allocate([r for r in self.rows if r.members in found], found, self._scored())
 
     def _allocate(self, rows: list[PlanRow], found: dict[tuple[str, ...], tuple], held: list[int]) -> ChoiceTable:
         """Spends the bytes, by how much the model's output gains from each group when all are quantized."""

@@ -1,5 +1,6 @@
 """`auto` recipes: the knapsack against brute force, scores on inputs held out, and whole models."""
 
+import io
 import itertools
 import re
 import warnings
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from tqdm import tqdm
 
 import dq
 from dq.auto import Choice, ChoiceTable, Score, allocate, choose, score_row
@@ -306,6 +308,22 @@ def test_groups_that_share_no_input_choose_apart(rounds, tmp_path):
     assert found[0][0] == found[1][0] == found[2][0]
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0][1], other[1], strict=True))
+
+
+@pytest.mark.parametrize(("records", "auto"), [(1, {}), (3, {}), (4, {}), (9, dict(records=1)), (20, dict(rounds=2))])
+def test_progress_counts_to_its_total(records, auto, tmp_path):
+    """However many records are held out, and when the outcome comes from a resume folder."""
+    r = Recipe.from_dict(recipe(extra_bits=0.5, **auto).to_dict() | {"rules": [dict(match="last", **W8)]})
+    for _ in range(2):
+        torch.manual_seed(0)
+        bars = []
+
+        def bar(*args, bars=bars, **kwargs):
+            bars.append(tqdm(*args, **kwargs, file=io.StringIO()))
+            return bars[-1]
+
+        dq.quantize(Chain(depth=2, bad=0), r, calibration=calls(records), resume=tmp_path, progress=bar)
+        assert bars[0].n == bars[0].total > 0
 
 
 def test_recipes_round_trip_and_are_checked():
