@@ -9,8 +9,11 @@ with o the last S channels after the sort of `permute`. One GEMM of the same kin
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from dq.registry import DQError
 from dq.transforms import TRANSFORMS, GroupState, Planned, Transform
+from dq.transforms.permute import channel_amax
 from dq.transforms.permute import fit as sort_channels
 
 MULTIPLE = 16  # of NVFP4 blocks; what tensor cores take
@@ -21,17 +24,29 @@ def auto_channels(width: int, multiple: int = MULTIPLE) -> int:
     return min(max(multiple, round(width / 48 / multiple) * multiple), width // 2 // multiple * multiple)
 
 
-def fit(state: GroupState, channels: int = 0, dual: bool = False) -> None:
+def reaching_channels(top: Tensor, multiple: int = MULTIPLE) -> int:
+    """How many channels have a maximum of at least M / 8, M the largest, rounded up to whole groups, at most half of K.
+
+    An eighth is the gap of three exponent bits between E5M2 and E2M1 (the source's threshold).
+    """
+    count = int((top >= top.max() / 8.0).sum())
+    return max(multiple, min(-(-count // multiple), len(top) // 2 // multiple) * multiple)
+
+
+def fit(state: GroupState, channels: int = 0, dual: bool = False, threshold: bool = False) -> None:
     """Sorts the channels of the group and makes the last S residual.
 
     Args:
         channels: S; 0 takes `auto_channels(K)`.
         dual: also for the weights.
+        threshold: S is what `reaching_channels` finds instead (a plan shows `channels`).
 
     Raises:
         DQError: without calibration, with 16-bit activations, or if groups do not divide S and K.
     """
     count, name = channels or auto_channels(state.width), next(iter(state.weights))
+    state.require_stats("residual channels")
+    count = reaching_channels(channel_amax(state)) if threshold else count
     for spec in (state.weight_spec, state.act_spec):
         if spec is None or spec.strategy != "group" or spec.k_segments:
             raise DQError(f"{name}: residual channels go with weights and activations in groups along K, not {spec}")

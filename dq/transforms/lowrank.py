@@ -7,7 +7,8 @@ Source: SVDQuant (arXiv 2411.05007, section 4) with the alternating refinement o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,11 +64,11 @@ def _objective(state: GroupState, names: tuple[str, ...]):
     return lambda low, residual: float((xq @ residual.T + x @ low.T - y).square().sum())
 
 
-def decompose(w: Tensor, rank: int, spec, error, iterations: int, metric=None) -> tuple[Tensor, Tensor]:
+def decompose(w: Tensor, rank: int, spec, error, iterations: int, factors=svd_factors) -> tuple[Tensor, Tensor]:
     """`L_i = SVD_r(W - Q_{i-1})`, `Q_i = RTN(W - L_i)`; keeps the best, stops at the first non-improvement."""
     best, best_error, residual = None, float("inf"), torch.zeros_like(w)
     for _ in range(max(1, iterations)):
-        up, down = _weighted_factors(w - residual, rank, metric)
+        up, down = factors(w - residual, rank)
         residual = round_weight(w - up @ down, spec)
         now = error(up @ down, residual)
         if now >= best_error:
@@ -123,15 +124,23 @@ def _floor(power: Tensor) -> float:
     return 1e-4 * float(power.mean()) or 1.0
 
 
-def _weighted_factors(w: Tensor, rank: int, metric: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    if metric is None:
-        return svd_factors(w, rank)
-    root, inverse = (m.to(w) for m in metric)
-    up, down = svd_factors(w * root if root.dim() == 1 else w @ root, rank)
-    return up, down * inverse if inverse.dim() == 1 else down @ inverse
+def _solver(metric: tuple[Tensor, Tensor] | None, randomized: bool) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
+    """`(w, rank) -> (up, down)`: exact or by a sketch, of w or of w R."""
+
+    def factors(w: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        solve = partial(sketch_factors, iterations=4) if randomized else svd_factors
+        if metric is None:
+            return solve(w, rank)
+        root, inverse = (m.to(w) for m in metric)
+        up, down = solve(w * root if root.dim() == 1 else w @ root, rank)
+        return up, down * inverse if inverse.dim() == 1 else down @ inverse
+
+    return factors
 
 
-def fit(state: GroupState, rank: int = 0, iterations: int = 10, weighting: str = "none") -> None:
+def fit(
+    state: GroupState, rank: int = 0, iterations: int = 10, weighting: str = "none", randomized: bool = False
+) -> None:
     """Moves a rank-r part of every weight of the group into its side branch.
 
     Args:
@@ -140,13 +149,14 @@ def fit(state: GroupState, rank: int = 0, iterations: int = 10, weighting: str =
         weighting: what the rank is spent on. `none`: the weight itself (SVDQuant). `hessian`: the layer's output,
             `SVD(W H^1/2) H^-1/2` (QERA, arXiv 2410.06040). `noise`: what rounding will lose of the rest, every channel
             weighted by its activation noise and by the share of its power that weight rounding loses.
+        randomized: decompose by a sketch, `sketch_factors`: nearly as good, and much faster for large N and K.
     """
     rank = rank or auto_rank(state.width)
     sets = state.lowrank or tuple((n,) for n in state.weights)
     for names in sets:
         w = torch.cat([state.weights[n] for n in names])
-        metric = _metric(state, names[0], weighting)
-        up, down = decompose(w, rank, state.weight_spec, _objective(state, names), iterations, metric)
+        solver = _solver(_metric(state, names[0], weighting), randomized)
+        up, down = decompose(w, rank, state.weight_spec, _objective(state, names), iterations, solver)
         # Round to the storage dtype first and subtract what is really stored: its rounding then costs nothing.
         raw = state.from_basis(down).to(state.side_dtype)
         up, start = up.to(state.side_dtype), 0

@@ -15,7 +15,7 @@ from dq.registry import DQError
 from dq.spec import QuantSpec
 from dq.stats import Stat
 from dq.transforms import TRANSFORMS, GroupState
-from dq.transforms.arc import auto_channels
+from dq.transforms.arc import auto_channels, reaching_channels
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
@@ -356,3 +356,14 @@ def test_activation_error_counts_the_residual():
     rows = state.rows("a")
     relative = noise / rows.square().mean(0)
     assert relative[-16:].max() < 3e-4 and relative[:-16].median() > 3e-3
+
+
+def test_threshold_of_the_source():
+    """Channels that reach an eighth of the largest maximum, in whole groups of 16, at most half of K."""
+    top = torch.full((128,), 0.1)
+    top[:5] = 1.0
+    top[5] = 0.125  # exactly an eighth counts
+    assert reaching_channels(top) == 16
+    top[:20] = 1.0
+    assert reaching_channels(top) == 32
+    assert reaching_channels(torch.ones(128)) == 64

@@ -146,3 +146,14 @@ def test_branch_takes_the_outlier():
     direct = (fake_quantize(w, INT4) - w).norm()
     branch = (fake_quantize(state.weights["a"], INT4) - state.weights["a"]).norm()
     assert branch < direct / 10
+
+
+def test_randomized_factors_are_nearly_the_best():
+    w = torch.randn(96, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    w += 6 * torch.randn(96, 4, dtype=torch.float64) @ torch.randn(4, 128, dtype=torch.float64) / 4
+    errors = {}
+    for randomized in (False, True):
+        state = GroupState({"l": w.clone()}, (("l",),), QuantSpec.parse("int4/channel"), side_dtype=torch.float64)
+        TRANSFORMS.get("lowrank").fit(state, rank=8, iterations=1, randomized=randomized)
+        errors[randomized] = float(state.weights["l"].norm())
+    assert errors[False] <= errors[True] <= 1.02 * errors[False]
