@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dq.group import sqnr_db
 from dq.linear import QuantizedLinear
 from dq.ops import pre_quantized
 from dq.qtensor import encode
-from dq.records import map_tensors, tensors
+from dq.records import map_tensors, tensors, to_cpu
 from dq.registry import DQError
 from dq.replay import call, device_of
 from dq.rounding.adaround import Soft, beta, choice, regulariser
@@ -194,6 +195,46 @@ def reconstruct(
     with _inside(block, hard):
         after = loss.mean()
     return Reconstruction(hard, before, after) if after < before else Reconstruction(dict(layers), before, before)
+
+
+@contextmanager
+def captured(block: nn.Module, count: int, of: int):
+    """A list that takes up the inputs of `count` calls of the block, evenly spread over the `of` calls to come."""
+    wanted = range(0, of, max(1, of // count))[:count] if count else ()
+    held: list[Call] = []
+    calls = iter(range(of))
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if next(calls, -1) in wanted:
+            held.append(to_cpu((args, kwargs)))
+
+    handle = block.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield held
+    finally:
+        handle.remove()
+
+
+def learn_block(
+    model: nn.Module, block: str, layers: dict[str, QuantizedLinear], inputs: Sequence[Call],
+    settings: dict[str, Any], samples: dict[str, Tensor],
+) -> str:  # fmt: skip
+    """`reconstruct` for layers by their name in the model, all of one block; replaces them in `layers`.
+
+    Args:
+        settings: keyword arguments of `reconstruct`.
+        samples: name -> rows [n, K] of a layer's input, on which its SQNR is measured again.
+
+    Returns:
+        what it gained, as a line of text.
+    """
+    module, names = model.get_submodule(block), {n.removeprefix(f"{block}."): n for n in layers}
+    found = reconstruct(module, {short: layers[n] for short, n in names.items()}, inputs, **settings)
+    for short, layer in found.layers.items():
+        raw, x = module.get_submodule(short).weight.detach().to(torch.float32), samples.get(names[short])
+        layer.sqnr_db = sqnr_db(layer, raw, None if x is None else x.to(raw))
+        layers[names[short]] = layer
+    return f"{block}: reconstruction, relative error {found.before:.3g} -> {found.after:.3g}"
 
 
 def _learn(softs: list[Soft], loss: _Loss, unit: float, iters, lr, strength, warmup, seed) -> None:

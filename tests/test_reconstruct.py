@@ -11,7 +11,7 @@ from dq.loop import quantize_model
 from dq.planning import make_plan
 from dq.qtensor import encode
 from dq.recipe import Recipe, Target
-from dq.reconstruct import _inside, _Learned, _Loss, reconstruct
+from dq.reconstruct import _inside, _Learned, _Loss, captured, learn_block, reconstruct
 from dq.records import Record
 from dq.registry import DQError
 
@@ -134,6 +134,23 @@ def test_a_flux_block(tiny):
     found = reconstruct(block, start, inputs, iters=40)
     assert found.after < 0.98 * found.before
     assert set(found.layers) == set(start)
+
+
+def test_inside_a_model():
+    """Calls are caught where the model runs its block; layers have the model's names and new SQNRs."""
+    model = nn.Sequential(Toy(), Toy())
+    x = [i[0][0] for i in calls(6, 0)]
+    with captured(model[1], 3, len(x)) as held:
+        for sample in x:
+            model(sample)
+    assert len(held) == 3 and not model[1]._forward_pre_hooks
+    assert all(torch.equal(h[0][0], model[0](x[i])) for h, i in zip(held, (0, 2, 4), strict=True))
+    found = {f"1.{n}": layer for n, layer in layers(model[1], KINDS["weight-only"], held).items()}
+    rows = model[1].norm(held[0][0][0]).detach()
+    old = dict(found)
+    text = learn_block(model, "1", found, held, {"iters": 60}, {"1.up": rows})
+    assert text.startswith("1: reconstruction, relative error ") and set(found) == set(old)
+    assert found["1.up"] is not old["1.up"] and found["1.up"].sqnr_db > 10
 
 
 def test_complaints():
