@@ -20,6 +20,7 @@ _LAZY = {
     "Record": "dq.records",
     "QuantizeReport": "dq.loop",
     "Prompts": "dq.pipelines.calibration",
+    "Text": "dq.pipelines.text",
     "plan": "dq.pipelines.api",
     "quantize": "dq.pipelines.api",
     "dequantize": "dq.pipelines.api",
@@ -28,6 +29,10 @@ _LAZY = {
     "demo_kwargs": "dq.pipelines.demo",
     "demo_prompts": "dq.pipelines.demo",
     "evaluate": "dq.eval.compare",
+    "KVCache": "dq.pipelines.kv_cache",
+    "export": "dq.pipelines.export",
+    "load_exported": "dq.pipelines.export",
+    "evaluate_text": "dq.eval.perplexity",
 }
 __version__ = _version.VERSION
 __all__ = ["__version__", *_LAZY]

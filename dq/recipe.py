@@ -333,6 +333,7 @@ def _rule(data: dict[str, Any]) -> Rule:
     return Rule(match) if keep is True else Rule(match, None, keep)
 
 
-def presets() -> list[str]:
-    """Names of the recipes that come with dq."""
-    return sorted(p.stem for p in PRESETS.glob("*.toml"))
+def presets(decoders: bool = True) -> list[str]:
+    """Names of the recipes that come with dq; without `decoders` only those that rewrite no model and so fit any."""
+    names = sorted(p.stem for p in PRESETS.glob("*.toml"))
+    return names if decoders else [n for n in names if not Recipe.load(n).rewrites]

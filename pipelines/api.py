@@ -19,11 +19,12 @@ from dq.linear import quantized_linears
 from dq.loop import QuantizeReport, check_weights, dequantize_model, quantize_model
 from dq.ops import MODES
 from dq.pipelines.calibration import DENOISERS, Prompts
+from dq.pipelines.rewriting import apply_rewrites, check_rewrites
+from dq.pipelines.text import Text
 from dq.planning import Plan, make_plan
 from dq.recipe import Recipe
 from dq.records import Record, digest, tensors
 from dq.registry import DQError, suggest, typed
-from dq.rewrites import rewrite
 
 
 def _models(obj: Any, components: str | Sequence[str] | None) -> dict[str, nn.Module]:
@@ -99,7 +100,8 @@ def quantize(
     Args:
         obj: a diffusers pipeline or a model.
         recipe: name of a preset, path of a TOML file, or a `Recipe`.
-        calibration: `dq.Prompts` for a pipeline, or records (`dq.Record`s, or dicts of keyword arguments) for a model.
+        calibration: `dq.Prompts` for a pipeline, `dq.Text` for a model that reads tokens, or records (`dq.Record`s, or
+            dicts of keyword arguments) for any model.
         components: pipeline components to quantize; default: the denoisers.
         skip: patterns of linears that stay in 16 bits.
         device: where transforms and rounding are computed; default: where the weights are.
@@ -118,10 +120,12 @@ def quantize(
     typed(resume, (str, Path, type(None)), "resume is the path of a folder")
     for name, model in models.items():  # before calibration, which would only report the NaN that a bad weight causes
         check_weights(model, plans[name])
+        check_rewrites(model, plans[name])
     bar = progress if callable(progress) else (tqdm if progress else _silent)
-    if isinstance(calibration, Prompts) and not any(p.recipe.needs_calibration for p in plans.values()):
-        what = f"recipe {next(iter(plans.values())).recipe.name!r} needs no calibration: the prompts only verify groups"
-        warnings.warn(what + " and measure layers; leave them out to save the time", stacklevel=2)
+    needed = any(p.recipe.needs_calibration for p in plans.values())
+    if isinstance(calibration, Prompts | Text) and not needed:
+        what = f"recipe {next(iter(plans.values())).recipe.name!r} needs no calibration: it only verifies groups"
+        warnings.warn(what + " and measures layers; leave it out to save the time", stacklevel=2)
     records = _calibrate(obj, models, calibration, bar)
     reports = {}
     for name, model in models.items():
@@ -140,13 +144,8 @@ def quantize(
 
 def _rewritten(model: nn.Module, planned: Plan, records: Sequence[Record], skip: Sequence[str]) -> Plan:
     """Applies the recipe's rewrites to the 16-bit model and plans anew: a rewrite may untie weights or add biases."""
-    rewrite(model, planned.recipe.rewrites, batches=[_keywords(model, r) for r in records])
+    apply_rewrites(model, planned, records)
     return make_plan(model, planned.recipe, [p for p in skip or () if _matches_any(model, p)])
-
-
-def _keywords(model: nn.Module, record: Record) -> dict[str, Any]:
-    """A record's call by keywords."""
-    return dict(inspect.signature(model.forward).bind(*record.args, **record.kwargs).arguments)
 
 
 def _silent(*args: Any, **kwargs: Any):
@@ -158,17 +157,24 @@ def _calibrate(obj: Any, models: dict[str, nn.Module], calibration: Any, bar: An
         return {}
     if isinstance(calibration, Prompts):
         if isinstance(obj, nn.Module):
-            raise DQError("dq.Prompts runs a pipeline: pass the pipeline, not one of its models")
+            what = "pass the pipeline, not one of its models (a language model takes dq.Text)"
+            raise DQError(f"dq.Prompts runs a pipeline: {what}")
         found = calibration.collect(obj, models, bar)
         return {
             c: (records, described | {"records_sha256": digest(records)}) for c, (records, described) in found.items()
         }
     if len(models) != 1:
-        raise DQError("records can calibrate one model at a time; name one component")
+        kind = "dq.Text" if isinstance(calibration, Text) else "records"
+        raise DQError(f"{kind} can calibrate one model at a time; name one component, components=[...]")
     model = next(iter(models.values()))
+    if isinstance(calibration, Text):
+        found = calibration.collect(model)
+        return {next(iter(models)): (found, calibration.describe() | {"records_sha256": digest(found)})}
     found = [_record(r, i, model) for i, r in enumerate(_iterate(calibration))]
     if not found:
-        raise DQError("calibration is empty: it gave no record; pass dq.Prompts([...]), records, or None")
+        raise DQError(
+            "calibration is empty: it gave no record; pass dq.Prompts([...]), dq.Text([...]), records, or None"
+        )
     described = {"records": len(found), "sha256": digest(found)}
     return {next(iter(models)): (found, described)}
 
@@ -177,7 +183,7 @@ def _iterate(calibration: Any) -> Iterable[Any]:
     if isinstance(calibration, (dict, Record, Tensor)):
         raise DQError(f"calibration takes a list of records; wrap the {type(calibration).__name__} in a list")
     if isinstance(calibration, (str, bytes)) or not hasattr(calibration, "__iter__"):
-        raise DQError(f"calibration must be dq.Prompts or records, got {type(calibration).__name__}")
+        raise DQError(f"calibration must be dq.Prompts, dq.Text or records, got {type(calibration).__name__}")
     return calibration
 
 

@@ -23,6 +23,7 @@ from dq.pipelines.hf_config import (
     prepare,
     read_headers,
 )
+from dq.registry import DQError
 
 
 class DQTransformersConfig(DQConfigBase, QuantizationConfigMixin):
@@ -83,11 +84,31 @@ def _renamed(headers: dict[str, Header], model: nn.Module) -> dict[str, Header]:
 
 def attach(model: nn.Module) -> None:
     """Makes a model quantized in memory save and load like one that was loaded quantized."""
+    release_gguf(model)
     config = DQTransformersConfig(**config_fields(model))
     model.config.quantization_config = config
     model.hf_quantizer = DQTransformersQuantizer(config, pre_quantized=True)
     model.is_quantized, model.quantization_method = True, DQMethod.DQ
     allow_casts(model)
+
+
+def release_gguf(model: nn.Module) -> None:
+    """Makes a model that was read from a GGUF file an ordinary 16-bit one; does nothing to others.
+
+    transformers goes on calling it quantized by gguf after it unpacked all weights, and refuses to save it.
+
+    Raises:
+        DQError: its weights are still packed.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    if str(getattr(method, "value", method)) != "gguf":
+        return
+    if getattr(quantizer, "packed_modules", None):
+        raise DQError(
+            "the weights are still GGUF blocks: load with quantization_config=transformers.GgufConfig(dequantize=True)"
+        )
+    quantizer.remove_quantization_config(model)
 
 
 def detach(model: nn.Module) -> None:

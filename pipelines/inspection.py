@@ -111,7 +111,9 @@ def _dq_lines(config: dict[str, Any]) -> list[str]:
 
 
 def _calibrated(calibration: dict[str, Any]) -> str:
-    """How many prompts or records calibrated it."""
+    """How many prompts, windows of text or records calibrated it."""
+    if "samples" in calibration:
+        return f"  calibrated on {calibration['samples']} windows of {calibration.get('length', '?')} tokens"
     if "prompts" not in calibration:
         return f"  calibrated on {calibration.get('records', '?')} records"
     strata = ", ".join(f"{k}: {v}" for k, v in (calibration.get("kept") or {}).items())

@@ -14,6 +14,7 @@ from dq import checks
 from dq.pipelines.demo import demo_path
 from dq.registry import DQError, suggest
 
+GGUF = ".gguf"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # What a language model or text encoder needs beside its weights and that `model.save_pretrained` does not write.
 COMPANIONS = (
@@ -34,7 +35,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def folder_of(source: str) -> Path | None:
-    """The local folder that `source` names, or None for what may be a hub id.
+    """The local folder (or GGUF file) that `source` names, or None for what may be a hub id.
 
     Raises:
         DQError: an empty name, a file, or what looks like a path and is not there.
@@ -42,6 +43,8 @@ def folder_of(source: str) -> Path | None:
     if not str(source).strip():
         raise DQError("the source is empty; give the folder of a pipeline or model, or a hub id")
     path = Path(source).expanduser()
+    if path.is_file() and path.suffix == GGUF:
+        return path
     if path.is_file():
         raise DQError(f"{source} is a file; give the folder of a pipeline or model, or a hub id")
     if path.is_dir():
@@ -55,7 +58,7 @@ def load(source: str, dtype: torch.dtype = torch.bfloat16, device: str | None = 
     """A pipeline (`model_index.json`), a diffusers model (`_class_name`) or a transformers model (`architectures`).
 
     Args:
-        source: a local folder, or the id of a hub repository.
+        source: a local folder, the GGUF file of a language model, or the id of a hub repository.
         device: where it goes; default: a GPU if there is one.
 
     Raises:
@@ -87,6 +90,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _load_local(path: Path, dtype: torch.dtype) -> Any:
+    if path.suffix == GGUF:
+        return _load_gguf(path, dtype)
     if (path / "model_index.json").is_file():
         if "_class_name" not in read_config(path / "model_index.json"):
             raise DQError("model_index.json names no _class_name: it is no pipeline")
@@ -107,6 +112,17 @@ def _load_local(path: Path, dtype: torch.dtype) -> Any:
         if name is None:
             raise DQError("config.json names no class (neither _class_name nor architectures)")
     return _class(library, name).from_pretrained(path, dtype=dtype)
+
+
+def _load_gguf(path: Path, dtype: torch.dtype) -> Any:
+    """The language model in a GGUF file, its weights unpacked."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+    from dq.pipelines.hf_transformers import release_gguf  # after transformers' own modules, which register it
+
+    release_gguf(model)
+    return model
 
 
 def _class(library: Any, name: Any) -> Any:
@@ -135,24 +151,27 @@ def _load_hub(source: str, dtype: torch.dtype) -> Any:
 
 
 def load_tokenizer(source: str) -> Any:
-    """The tokenizer of a language model folder or hub id.
+    """The tokenizer of a language model folder, GGUF file or hub id.
 
     Raises:
         DQError: there is none.
     """
     from transformers import AutoTokenizer
 
+    path = folder_of(source)
     with checks.one_line(f"{source} has no tokenizer that loads; copy the original model's tokenizer files there"):
+        if path is not None and path.suffix == GGUF:
+            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         return AutoTokenizer.from_pretrained(source)
 
 
 def copy_companions(source: str, out: str) -> list[str]:
     """Copies the tokenizer and processor files of the model folder `source` to `out`; returns their names.
 
-    From a hub id, the tokenizer is loaded and saved. A model without any is fine: the list is empty then.
+    From a hub id or a GGUF file, the tokenizer is loaded and saved. Without any, the list is empty.
     """
     path = folder_of(source)
-    if path is None:
+    if path is None or path.suffix == GGUF:
         try:
             return sorted(Path(f).name for f in load_tokenizer(source).save_pretrained(out))
         except DQError:
@@ -169,8 +188,10 @@ def is_pipeline(obj: Any) -> bool:
 
 
 def is_model_folder(source: str) -> bool:
-    """Whether `source` is a local folder of one model and no pipeline: known from its files, before anything loads."""
+    """Whether `source` is a local folder (or GGUF file) of one model and no pipeline: known before anything loads."""
     path = folder_of(source)
+    if path is not None and path.suffix == GGUF:
+        return True
     return path is not None and not (path / "model_index.json").is_file() and (path / "config.json").is_file()
 
 

@@ -14,7 +14,7 @@ ROWS = (
     ("formats", "scales", "granularity", "packing"),
     ("qtensor",),
     ("columns",),
-    ("stats", "records", "family"),
+    ("stats", "records", "family", "tokens"),
     ("transforms", "rounding"),
     ("rewrites",),
     ("ops", "recipe", "replay"),

@@ -13,7 +13,7 @@ from dq.records import Record
 from dq.registry import DQError
 from dq.spec import QuantSpec
 
-DATA_FREE = [n for n in presets() if not Recipe.load(n).needs_calibration]
+DATA_FREE = [n for n in presets(decoders=False) if not Recipe.load(n).needs_calibration]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from dq.qtensor import fake_quantize, quantize
 from dq.recipe import presets
 from dq.spec import FORMATS, SPECS, QuantSpec
 
-PRESETS = presets()
+PRESETS = presets(decoders=False)
 STRATEGIES = ("tensor", "channel", "group16", "group32", "group64", "group128")
 GRIDS = [f"{f}/{s}" for f in FORMATS.names() for s in STRATEGIES] + [n for n in SPECS.names() if "token" not in n]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ import dq
 from dq.linear import quantized_linears
 from dq.recipe import Rule, presets
 
-PRESETS = presets()
+PRESETS = presets(decoders=False)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

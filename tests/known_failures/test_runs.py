@@ -13,7 +13,7 @@ import dq
 from dq.linear import quantized_linears
 from dq.recipe import presets
 
-PRESETS = presets()
+PRESETS = presets(decoders=False)
 KWARGS = dict(height=32, width=32, max_sequence_length=16)
 
 

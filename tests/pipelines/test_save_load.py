@@ -15,7 +15,7 @@ import dq
 from dq.linear import quantized_linears
 from dq.recipe import presets
 
-PRESETS = presets()
+PRESETS = presets(decoders=False)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LLM_PRESETS = ("w4a16", "fp8", "int8")
 IDS = torch.tensor([[5, 9, 77, 3, 21, 4], [1, 2, 3, 4, 5, 6]])

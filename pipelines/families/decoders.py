@@ -1,0 +1,50 @@
+"""Decoders of transformers: Llama, Mistral, Qwen2 and Qwen3, Gemma 1 to 3, and Phi-3 with its fused projections.
+
+q, k, v read one normalised input, as do gate and up; o and down stand alone. The head and the embeddings stay in 16
+bits (a tied head is the embedding); q_norm and k_norm of Qwen3 and Gemma 3 are no linears. Smoothing of v's consumer
+folds into v only without grouped queries, and that of down folds into up, the linear half of the gated unit; a norm
+takes what q, k, v or gate, up were divided by. Gemma's norms scale by 1 + weight, so nothing is folded into them.
+Phi-3's qkv_proj and gate_up_proj are single linears: rows of one are what the others hold in three or two.
+"""
+
+from dq.family import FAMILIES, Family, Fold
+
+
+def _family(
+    name: str, classes: tuple[str, ...], *, fused: bool = False, norms: tuple[str, str] | None = None
+) -> Family:
+    """One decoder family; `norms` names the norms before attention and MLP whose weight is a plain factor."""
+    inputs, folds, blocks = [], [], []
+    for path in ("model.layers.*", "layers.*", "model.language_model.layers.*", "language_model.layers.*"):
+        qkv = tuple(f"{path}.self_attn.{n}" for n in (("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj")))
+        up = tuple(f"{path}.mlp.{n}" for n in (("gate_up_proj",) if fused else ("gate_proj", "up_proj")))
+        down = (f"{path}.mlp.down_proj",)
+        blocks.append(path)
+        inputs += [] if fused else [qkv, up]
+        folds.append(Fold("rows", down, up, 2, (1,)) if fused else Fold("rows", down, up[1:]))
+        for consumers, norm in zip((qkv, up), norms or (), strict=False):
+            folds.append(Fold("norm", consumers, (f"{path}.{norm}",)))
+    return Family(
+        name=name,
+        classes=classes,
+        blocks=tuple(blocks),
+        inputs=tuple(inputs),
+        lowrank=tuple(inputs),
+        folds=tuple(folds),
+    )
+
+
+_LLAMA = ("input_layernorm", "post_attention_layernorm")
+
+
+def _classes(*stems: str) -> tuple[str, ...]:
+    kinds = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
+    return tuple(stem + kind for stem in stems for kind in kinds)
+
+
+FAMILIES.register(_family("llama", _classes("Llama"), norms=_LLAMA))
+FAMILIES.register(_family("mistral", _classes("Mistral"), norms=_LLAMA))
+FAMILIES.register(_family("qwen2", _classes("Qwen2"), norms=_LLAMA))
+FAMILIES.register(_family("qwen3", _classes("Qwen3"), norms=_LLAMA))
+FAMILIES.register(_family("gemma", (*_classes("Gemma", "Gemma2", "Gemma3"), "Gemma3TextModel")))
+FAMILIES.register(_family("phi-3", _classes("Phi3"), fused=True, norms=_LLAMA))

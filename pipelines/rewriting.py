@@ -1,0 +1,57 @@
+"""A recipe's rewrites on a library's model: refused before anything is changed, or applied as a whole."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from dq.planning import Plan
+from dq.records import Record
+from dq.registry import DQError
+from dq.rewrites import decoder_structure, parameters, rewrite
+from dq.rewrites.norm_fusion import norm_scale
+
+RESIDUAL = {"r1", "spinquant"}  # rotate the residual stream
+
+
+def check_rewrites(model: nn.Module, plan: Plan) -> None:
+    """Whatever a rewrite would refuse half way.
+
+    Raises:
+        DQError: no decoder of a known layout; weights that hold no data; LayerNorms, whose mean a rewrite takes into
+            the weights before an RMSNorm takes their place: the library would build the old class when it loads the
+            checkpoint; a model without output projection whose residual stream is to be rotated.
+    """
+    names = {name for name, _ in plan.recipe.rewrites}
+    if not names:
+        return
+    what = f"recipe {plan.recipe.name!r} does not fit {type(model).__name__}: "
+    structure = decoder_structure(model)
+    modules = (*structure.embeddings, *structure.readers, *structure.writers, *(n.name for n in structure.norms))
+    parameters(model, modules)
+    for site in structure.norms:
+        if norm_scale(model.get_submodule(site.name), site.name)[0] == "layer":
+            raise DQError(
+                f"{what}{site.name} is a LayerNorm, which would become an RMSNorm: the checkpoint would not load again"
+            )
+        if not site.consumers and names & RESIDUAL:
+            raise DQError(f"{what}nothing reads {site.name}: without its output projection it cannot be rotated")
+
+
+def apply_rewrites(model: nn.Module, plan: Plan, records: Sequence[Record]) -> None:
+    """Applies the recipe's rewrites to the 16-bit model.
+
+    Raises:
+        DQError: the recipe needs calibration and there is none (nothing is changed then).
+    """
+    if plan.recipe.needs_calibration and not records:
+        raise DQError(f"recipe {plan.recipe.name!r} needs calibration: pass calibration=dq.Text([...], tokenizer)")
+    rewrite(model, plan.recipe.rewrites, batches=[_keywords(model, r) for r in records])
+
+
+def _keywords(model: nn.Module, record: Record) -> dict[str, Any]:
+    """A record's call by keywords."""
+    return dict(inspect.signature(model.forward).bind(*record.args, **record.kwargs).arguments)
