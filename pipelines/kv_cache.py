@@ -1,0 +1,321 @@
+"""`KVCache`: a transformers cache that holds keys and values as packed low-bit codes.
+
+    model.generate(**tokens, past_key_values=dq.KVCache("int4-kivi", config=model.config))
+
+Tokens of the call at hand are attended to as they come; what is attended to later is what was stored. A format with a
+window keeps the newest tokens in 16 bits: keys leave it 128 at a time (a group of 32 tokens shares a scale per channel,
+so only whole groups can go), values one by one.
+Sources: KIVI (arXiv 2402.02750, section 3.2); QuaRot (arXiv 2404.00456, section 4): keys and values are rotated by a
+Hadamard matrix over head_dim before they are rounded, here rotated back when they are read, so that the model stays as
+it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from dq.pipelines.kv_store import Affine, Scaled, Store
+from dq.registry import DQError, suggest
+from dq.spec import QuantSpec
+from dq.transforms.hadamard import factors, multiply
+
+WINDOW, GROUP = 128, 32  # tokens; KIVI's
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """How keys and values rest.
+
+    Attributes:
+        name: what users call it.
+        keys, values: codecs; None keeps 16 bits.
+        channels: keys are coded per channel in groups of tokens, not per token.
+        window: newest tokens that stay in 16 bits.
+        rotated: both go through a Hadamard matrix over head_dim first.
+        description: for lists.
+    """
+
+    name: str
+    keys: Scaled | Affine | None
+    values: Scaled | Affine | None
+    channels: bool = False
+    window: int = 0
+    rotated: bool = False
+    description: str = ""
+
+
+_FP8 = Scaled(QuantSpec("fp8_e4m3", "token", scale_format="bf16", dynamic=True))
+_INT8 = Scaled(QuantSpec("int8", "token", dynamic=True))
+_INT4, _INT2, _ROW = Affine(4, GROUP), Affine(2, GROUP), Affine(4)
+_NVFP4 = Scaled(QuantSpec.parse("nvfp4-token"))
+_FORMATS = (
+    KVFormat("16-bit", None, None, description="nothing is rounded; the same bits as transformers' own cache"),
+    KVFormat("fp8", _FP8, _FP8, description="E4M3, a scale per token and head"),
+    KVFormat("int8", _INT8, _INT8, description="INT8, a scale per token and head"),
+    KVFormat("int4", _INT4, _INT4, description="asymmetric INT4, per token in groups of 32"),
+    KVFormat("int4-kivi", _INT4, _INT4, True, WINDOW, description="KIVI: INT4 keys per channel, values per token"),
+    KVFormat("int2-kivi", _INT2, _INT2, True, WINDOW, description="KIVI: 2-bit keys per channel, values per token"),
+    KVFormat("int4-quarot", _ROW, _ROW, rotated=True, description="QuaRot: rotated, INT4 per token and head"),
+    KVFormat("nvfp4", _NVFP4, _NVFP4, description="NVFP4, blocks of 16 along head_dim"),
+    KVFormat("nvfp4-rotated", _NVFP4, _NVFP4, rotated=True, description="rotated, then NVFP4"),
+)
+KV_FORMATS = {f.name: f for f in _FORMATS}
+
+
+class _Side:
+    """Keys or values of one layer: a store, then the newest tokens in 16 bits."""
+
+    def __init__(self, codec: Any, channels: bool, fmt: KVFormat):
+        self.store = None if codec is None else Store(codec, channels)
+        self.window, self.rotated = fmt.window, fmt.rotated
+        self.recent: Tensor | None = None  # [batch, heads, tokens, head_dim]
+
+    @property
+    def length(self) -> int:
+        return (self.store.length if self.store else 0) + (0 if self.recent is None else self.recent.shape[-2])
+
+    def _stored(self, start: int, end: int) -> Tensor:
+        x = self.store.read(start, end)
+        x = multiply(x, x.shape[-1], inverse=True) if self.rotated else x
+        return x.to(self.recent.dtype)
+
+    def update(self, new: Tensor) -> Tensor:
+        """Takes new tokens in; returns all of them, old ones as stored."""
+        self.recent = new if self.recent is None else torch.cat([self.recent, new], -2)
+        if self.store is None:
+            return self.recent
+        old = [self._stored(0, self.store.length)] if self.store.length else []
+        whole = torch.cat([*old, self.recent], -2) if old else self.recent
+        self._flush()
+        return whole
+
+    def _flush(self) -> None:
+        """Moves what is older than the window into the store."""
+        n = self.recent.shape[-2]
+        # Per channel a full window goes as a whole; per token it slides.
+        count = n // self.window * self.window if self.store.channels else max(n - self.window, 0)
+        if not count:
+            return
+        old = self.recent[..., :count, :]
+        if self.rotated:
+            old = multiply(old.to(torch.float32).contiguous(), old.shape[-1])
+        self.store.append(old)
+        self.recent = self.recent[..., count:, :].clone()
+
+    def keep(self, start: int, end: int) -> None:
+        """Drops tokens outside [start, end), but for older ones of a group that reaches into it. A group that is cut
+        at its end goes back into the window, as it was read."""
+        if self.store is None or not self.store.length:
+            self.recent = self.recent[..., start:end, :].clone()
+            return
+        stored, unit = self.store.length, self.store.unit
+        if end < stored:
+            whole = end // unit * unit
+            cut = self._stored(whole, whole + unit)[..., : end - whole, :] if end > whole else self.recent[..., :0, :]
+            self.recent = cut.clone()
+            stored = whole
+        else:
+            self.recent = self.recent[..., max(start - stored, 0) : end - stored, :].clone()
+        self.store.keep(min(start, stored) // unit * unit, stored)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self.recent = None if self.recent is None else fn(self.recent)
+        if self.store is not None:
+            self.store.map(fn)
+
+    def tensors(self) -> list[Tensor]:
+        held = [] if self.recent is None else [self.recent]
+        return held + (self.store.tensors() if self.store else [])
+
+
+class QuantizedKVLayer(DynamicLayer):
+    """One layer of `KVCache`. `keys` and `values` hold nothing: what is held is in `sides`.
+
+    Args:
+        fmt: how keys and values rest.
+        sliding_window: the layer attends to that many tokens at most; older ones are dropped.
+    """
+
+    def __init__(self, fmt: KVFormat, sliding_window: int | None = None):
+        super().__init__()
+        self.fmt, self.sliding_window, self.record_past = fmt, sliding_window, False
+        self.is_sliding = sliding_window is not None
+        # Whether a rollback leaves no trace: what a window has given up stays rounded.
+        self.is_croppable = fmt.window == 0
+        self._clear()
+
+    def _clear(self) -> None:
+        fmt = self.fmt
+        self.sides = (_Side(fmt.keys, fmt.channels, fmt), _Side(fmt.values, False, fmt))
+        self.seen = 0  # tokens since the start, those that a sliding window dropped included
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        if self.fmt.rotated:
+            for x in (key_states, value_states):
+                factors(x.shape[-1])
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values [batch, heads, new tokens, head_dim] in; all that the new tokens may attend to out."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        new = key_states.shape[-2]
+        self.seen += new
+        out = [side.update(x) for side, x in zip(self.sides, (key_states, value_states), strict=True)]
+        if self.is_sliding:
+            out = [x[..., -(self.sliding_window - 1 + new) :, :] for x in out]
+            if not self.record_past:
+                self._slide()
+        return out[0], out[1]
+
+    def _slide(self) -> None:
+        for side in self.sides:
+            start = max(side.length - self.sliding_window + 1, 0)
+            if start:
+                side.keep(start, side.length)
+
+    def activate_past_recording(self) -> None:
+        """Keeps all tokens until the next `crop`, so that a sliding layer can be rolled back."""
+        self.record_past = True
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return self.sliding_window if self.is_sliding else -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) of what the next `query_length` tokens attend to."""
+        held = min(self.seen, self.sliding_window - 1) if self.is_sliding else self.seen
+        return held + query_length, self.seen - held
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the newest `-tokens_to_remove` tokens (a number <= 0, as in the base class).
+
+        Raises:
+            ValueError: a positive number.
+            DQError: a sliding layer no longer holds the tokens before them.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes a number <= 0, the tokens to remove; got {tokens_to_remove}")
+        if not self.is_initialized:
+            return
+        count = min(-tokens_to_remove, self.seen)
+        needed = min(self.seen - count, self.sliding_window - 1) if self.is_sliding else 0
+        if count and min(s.length for s in self.sides) - count < needed:
+            raise DQError("the sliding window has dropped tokens that are needed after this crop: call "
+                          "activate_past_recording() on the cache before generating")  # fmt: skip
+        for side in self.sides if count else ():
+            side.keep(0, side.length - count)
+        self.seen -= count
+        if self.is_sliding:
+            self._slide()
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        for side in self.sides:
+            side.map(fn)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.map(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.map(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.map(lambda t: t[indices, ...])
+
+    def offload(self) -> None:
+        self.map(lambda t: t.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self.map(lambda t: t.to(self.device, non_blocking=True))
+
+    def reset(self) -> None:
+        self._clear()
+        self.is_initialized = False
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held."""
+        return [t for side in self.sides for t in side.tensors()]
+
+    def values_held(self) -> int:
+        """Elements of keys and values that these tensors stand for."""
+        found = [(s.length, s.recent) for s in self.sides if s.recent is not None]
+        return sum(n * r.shape[0] * r.shape[1] * r.shape[3] for n, r in found)
+
+
+class KVCache(Cache):
+    """A cache for `generate` and for direct calls of a decoder model, in few bits.
+
+    Batches, left padding, beam search, `crop`, sliding-window layers (older tokens are dropped) and copies work as with
+    `DynamicCache`. Layers that hold no growing keys and values (linear attention, shared ones) are transformers' own.
+
+    Args:
+        name: `16-bit`, `fp8`, `int8`, `int4`, `int4-kivi`, `int2-kivi`, `int4-quarot`, `nvfp4`, `nvfp4-rotated`, or a
+            `KVFormat`.
+        config: the model's configuration; without it every layer is a full-attention layer.
+
+    Raises:
+        DQError: an unknown name, or a head size that no Hadamard matrix has.
+    """
+
+    def __init__(self, name: str | KVFormat = "fp8", config: Any = None):
+        if not isinstance(name, KVFormat) and name not in KV_FORMATS:
+            raise DQError(f"unknown KV cache format {name!r}{suggest(str(name), KV_FORMATS)}")
+        self.format = name if isinstance(name, KVFormat) else KV_FORMATS[name]
+        if config is None:
+            super().__init__(layer_class_to_replicate=partial(QuantizedKVLayer, self.format))
+            return
+        _check_head(self.format, config)
+        super().__init__(layers=[self._layer(own) for own in DynamicCache(config=config).layers])
+
+    def _layer(self, own: Any) -> Any:
+        """transformers' own layer of a kind -> ours, where there is one."""
+        if type(own) is DynamicLayer:
+            return QuantizedKVLayer(self.format)
+        if type(own) is DynamicSlidingWindowLayer:
+            return QuantizedKVLayer(self.format, own.sliding_window)
+        return own
+
+    def _held(self) -> Iterator[Tensor]:
+        for layer in self.layers:
+            if isinstance(layer, QuantizedKVLayer):
+                yield from layer.tensors()
+            else:
+                states = [*vars(layer).values(), *getattr(layer, "conv_states", {}).values()]
+                yield from (t for t in states if isinstance(t, Tensor))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: codes, scales and the tokens that still rest in 16 bits."""
+        return sum(t.numel() * t.element_size() for t in self._held())
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits held per element of keys and values, over the layers that are quantized; 0 when empty."""
+        layers = [x for x in self.layers if isinstance(x, QuantizedKVLayer)]
+        count = sum(x.values_held() for x in layers)
+        size = sum(t.numel() * t.element_size() for x in layers for t in x.tensors())
+        return 8 * size / count if count else 0.0
+
+    def __repr__(self) -> str:
+        return (
+            f"KVCache({self.format.name!r}, {len(self.layers)} layers, {self.get_seq_length()} tokens, "
+            f"{self.nbytes} bytes)"
+        )
+
+
+def _check_head(fmt: KVFormat, config: Any) -> None:
+    text = config.get_text_config(decoder=True)
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if fmt.rotated:
+        factors(size)
