@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,8 +17,11 @@ from dq.planning import PlanRow
 from dq.qtensor import QTensor, check_finite, choose_scale, executed_amax
 from dq.recipe import Target
 from dq.rounding import ROUNDINGS, Job
+from dq.scales import find_rule
 from dq.stats import Stat
 from dq.transforms import TRANSFORMS, GroupState, apply_steps
+
+FEW = 32  # tokens below which an expert's statistics say nothing
 
 
 def _group_state(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device) -> GroupState:
@@ -40,6 +44,39 @@ def _group_state(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device)
         rank,
         side_dtype=kind if kind in (torch.float16, torch.bfloat16) else torch.bfloat16,
     )
+
+
+def reachable(row: PlanRow, stats: dict[str, Stat]) -> PlanRow:
+    """The row as calibration allows: experts that hardly a token was sent to are rounded to nearest, and say so.
+
+    A router sends some experts nothing on a small calibration set, and a Hessian or a smoothing factor of a few tokens
+    is noise. Everything else that saw no input is a mistake, which `_reached` reports.
+    """
+    counts = [sum(stats[i[0]].count.values()) for i in row.inputs if i[0] in stats]
+    if not counts or min(counts) >= FEW or not row.target.needs_calibration:
+        return row
+    if not any("expert" in part for m in row.members for part in m.split(".")):
+        return row
+    names = f"{row.members[0]}{f' and {len(row.members) - 1} more' * (len(row.members) > 1)}"
+    text = f"{names}: this expert saw {min(counts)} tokens in calibration"
+    warnings.warn(f"{text}: rounded to nearest, without calibrated transforms", stacklevel=3)
+    return replace(row, target=data_free(row.target), reason="rounded to nearest: too few tokens")
+
+
+def data_free(target: Target) -> Target:
+    """The target without all that needs calibration: scale rules by their plain one, dynamic activation scales."""
+    rule = find_rule(target.weights)
+    weights = replace(target.weights, scale_rule=rule.plain, rule_params=()) if rule.needs else target.weights
+    acts = target.activations
+    if acts is not None and acts.strategy == "tensor":
+        acts = replace(acts, strategy="token")
+    kinds = [(n, p) for n, p in target.transforms if not _calibrated(n, dict(p))]
+    return Target(weights, acts, tuple(kinds))
+
+
+def _calibrated(name: str, params: dict) -> bool:
+    kind = TRANSFORMS.get(name)
+    return kind.calibrated(params) or kind.needs_gram(params)
 
 
 def _reached(row: PlanRow, stats: dict[str, Stat]) -> dict[str, Stat]:
@@ -67,6 +104,7 @@ def quantize_row(
     model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=None, state: GroupState | None = None
 ) -> dict[str, QuantizedLinear]:
     """Transforms (unless `state` is what its transforms gave) and rounds one plan row; the model is not touched."""
+    row = row if state is not None else reachable(row, stats)
     state = transformed(model, row, stats, device) if state is None else state
     layers = {}
     for members in row.inputs:

@@ -226,9 +226,10 @@ def _with_statistics(blocks: Blocks, shape, importance: Tensor | None, hessian: 
         view = to_blocks(importance[c].to(blocks.x).expand(rows, -1), spec)
         blocks = replace(blocks, importance=view)
     if hessian is not None:
-        if not spec.group_size or hessian.shape[0] % spec.group_size:
-            raise DQError("a local Hessian needs groups that divide K")
-        g = spec.group_size
+        if not spec.group_size:
+            raise DQError("a local Hessian needs groups")
+        g, missing = spec.group_size, -hessian.shape[0] % spec.group_size  # a last, shorter group is padded with zeros
+        hessian = torch.nn.functional.pad(hessian, (0, missing, 0, missing))
         tiles = hessian.to(blocks.x).reshape(-1, g, hessian.shape[0] // g, g)
         blocks = replace(blocks, hessian=tiles.diagonal(dim1=0, dim2=2).permute(2, 0, 1))
     return blocks

@@ -22,7 +22,7 @@ def _ratios(grid: int, maxshrink: float) -> Iterator[float]:
 
 
 def awq(blocks: Blocks, grid: int = 20, maxshrink: float = 0.5) -> Tensor:
-    """Ratios `1 - i/grid`, i below `maxshrink * grid`, of the absmax scale; needs groups that divide K."""
+    """Ratios `1 - i/grid`, i below `maxshrink * grid`, of the absmax scale; needs groups."""
 
     def candidates(part: Blocks) -> Iterator[Tensor]:
         base = part.absmax()

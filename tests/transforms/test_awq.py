@@ -154,5 +154,14 @@ def test_recipe_of_the_source(weights):
 def test_clipping_rule_needs_groups_and_calibration():
     with pytest.raises(DQError, match="needs hessian from calibration"):
         quantize(torch.randn(2, 32), QuantSpec.parse("int4/group16@awq"))
-    with pytest.raises(DQError, match="groups that divide K"):
-        quantize(torch.randn(2, 40), QuantSpec.parse("int4/group16@awq"), hessian=torch.eye(40))
+    with pytest.raises(DQError, match="needs groups"):
+        quantize(torch.randn(2, 40), QuantSpec.parse("int4/channel@awq"), hessian=torch.eye(40))
+
+
+def test_a_last_shorter_group_is_clipped_by_its_own_share():
+    """K = 40 in groups of 16: the padding of the last group has no weight and no part in the Hessian."""
+    w, spec = torch.randn(4, 40), QuantSpec.parse("int4/group16@awq")
+    square = torch.randn(40, 40)
+    whole = quantize(w, spec, hessian=square @ square.T).dequantize()
+    last = quantize(w[:, 32:], QuantSpec.parse("int4/group8@awq"), hessian=(square @ square.T)[32:, 32:]).dequantize()
+    assert torch.equal(whole[:, 32:], last)

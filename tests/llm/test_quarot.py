@@ -1,0 +1,93 @@
+"""Recipes with rewrites, end to end: quantize, save, load; refusals before anything is changed."""
+
+import pytest
+import torch
+from torch import nn
+
+import dq
+from dq.records import digest
+
+QUAROT = ("w4a4-int4-quarot", "w4a4-int4-quarot-gptq")
+
+
+@pytest.fixture
+def text(llm):
+    return dq.Text(llm.text, llm.tokenizer(), samples=4, length=32)
+
+
+def spread(model, factor=30.0):
+    """Outlier channels in the residual stream, as large models have them."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.input_layernorm.weight[3] *= factor
+            layer.post_attention_layernorm.weight[5] *= factor
+    return model
+
+
+def error(model, expected, ids):
+    return float((model(ids).logits - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Qwen2"])
+@pytest.mark.parametrize("preset", QUAROT)
+@pytest.mark.parametrize("tied", [False, True])
+def test_quantized_saved_and_loaded(llm, tiny, text, kind, preset, tied, tmp_path):
+    model = spread(llm.decoder(kind, tie_word_embeddings=tied))
+    with torch.no_grad():
+        clean = model(text.ids).logits
+    recipe = tiny.recipe(preset)
+    calibration = text if recipe.needs_calibration else None
+    dq.quantize(model, recipe, calibration=calibration, progress=False)
+    naive = spread(llm.decoder(kind, tie_word_embeddings=tied))
+    dq.quantize(naive, tiny.recipe("w4a4-int4"), progress=False)
+    assert error(model, clean, text.ids) < 0.9 * error(naive, clean, text.ids)
+    down = model.model.layers[0].mlp.down_proj
+    assert [name for name, _ in down.config.steps] == ["rotate"]
+    assert not model.model.layers[0].self_attn.q_proj.config.steps
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert again.lm_head.weight is not again.model.embed_tokens.weight
+    assert torch.equal(again(text.ids).logits, model(text.ids).logits)
+    assert again.generate(text.ids[:1, :8], max_new_tokens=4, do_sample=False).shape == (1, 12)
+
+
+def unchanged(model, call, match):
+    before = digest(model)
+    with pytest.raises(dq.DQError, match=match):
+        call()
+    assert digest(model) == before and not any(isinstance(m, dq.QuantizedLinear) for m in model.modules())
+
+
+def test_layer_norms_are_refused_before_anything_changes(llm, tiny):
+    model = llm.decoder("StableLm")
+    kind = type(model.model.norm)
+    unchanged(
+        model,
+        lambda: dq.quantize(model, tiny.recipe(QUAROT[0]), progress=False),
+        "does not fit StableLmForCausalLM: model.layers.0.input_layernorm is a LayerNorm",
+    )
+    assert type(model.model.norm) is kind is nn.LayerNorm
+
+
+def test_a_model_without_a_head_is_refused(llm, tiny):
+    model = llm.decoder().model
+    unchanged(model, lambda: dq.quantize(model, tiny.recipe(QUAROT[0]), progress=False), "nothing reads norm")
+
+
+def test_missing_calibration_changes_nothing(llm, tiny):
+    model = llm.decoder(tie_word_embeddings=True)
+    unchanged(model, lambda: dq.quantize(model, tiny.recipe(QUAROT[1]), progress=False), r"pass calibration=dq\.Text")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Phi3"])
+def test_other_layouts_are_refused(llm, tiny, kind):
+    model = llm.decoder(kind)
+    unchanged(
+        model, lambda: dq.quantize(model, tiny.recipe(QUAROT[0]), progress=False), "give a Structure|is no linear"
+    )
+
+
+def test_diffusion_models_are_refused(tiny):
+    model = tiny.flux()
+    unchanged(model, lambda: dq.quantize(model, tiny.recipe(QUAROT[0]), progress=False), "has no decoder layers")
