@@ -1,4 +1,4 @@
-"""The command line: dq demo | plan | quantize | generate | eval | bench | inspect | list | doctor."""
+"""The command line: dq demo | plan | quantize | generate | eval | bench | export | inspect | list | doctor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dq import commands
+from dq import commands, commands_export
 from dq.registry import DQError
 from dq.version import VERSION
 
@@ -44,6 +44,11 @@ def _add_records(p: argparse.ArgumentParser) -> None:
     p.add_argument("--records", type=int, help="denoiser calls that are kept, spread over steps (default 64)")
 
 
+def _add_text(p: argparse.ArgumentParser, what: str) -> None:
+    p.add_argument("--text", metavar="FILE", help=f"UTF-8 text {what}")
+    p.add_argument("--length", type=int, help="tokens of a window of the text (default 2048)")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The argument parser with all subcommands."""
     parser = argparse.ArgumentParser(prog="dq", description="Post-training quantization of diffusion models and LLMs.")
@@ -60,15 +65,18 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--out", required=True, help="folder to save to")
     p.add_argument("--prompts", help="calibration prompts, one per line")
     _add_records(p)
+    _add_text(p, "that calibrates a language model")
+    p.add_argument("--samples", type=int, help="windows of the text (default 128)")
     p.add_argument("--resume", help="folder for finished blocks: the same command continues after an interruption")
     _add_call(p)
     p.set_defaults(run=commands.quantize)
     _add_use(sub)
     _add_bench(sub)
+    commands_export.add(sub)
     p = sub.add_parser("inspect", help="what is in a checkpoint folder")
     p.add_argument("source")
     p.set_defaults(run=commands.inspect)
-    p = sub.add_parser("list", help="formats, transforms, roundings, recipes, families, metrics, backends")
+    p = sub.add_parser("list", help="formats, transforms, roundings, recipes, families, metrics, backends, exports, caches")
     p.add_argument("what", nargs="?")
     p.set_defaults(run=commands.catalogue)
     sub.add_parser("doctor", help="what this machine can run, and why not the rest").set_defaults(run=commands.doctor)
@@ -92,16 +100,19 @@ def _add_use(sub) -> None:
     p.add_argument("prompt")
     p.add_argument("--out", help="image file (default image.png)")
     p.add_argument("--max-new-tokens", type=int, default=64)
+    p.add_argument("--kv-cache", metavar="NAME", help="keys and values of a text in few bits (dq list caches)")
     _add_call(p)
     p.set_defaults(run=commands.generate)
-    p = sub.add_parser("eval", help="measure pipelines against a 16-bit reference")
-    _add_source(p, "folder or hub id of the quantized pipeline")
-    p.add_argument("more", nargs="*", help="further pipelines to compare")
-    p.add_argument("--reference", required=True, help="the 16-bit pipeline")
-    p.add_argument("--prompts", required=True, help="file with one prompt per line")
-    p.add_argument("--count", type=int, help="use only the first COUNT prompts")
+    p = sub.add_parser("eval", help="measure pipelines or language models against a 16-bit reference")
+    _add_source(p, "folder or hub id of the quantized pipeline or model")
+    p.add_argument("more", nargs="*", help="further ones to compare")
+    p.add_argument("--reference", required=True, help="the 16-bit pipeline or model")
+    p.add_argument("--prompts", help="file with one prompt per line, for pipelines")
+    _add_text(p, "for language models: perplexity, KL divergence, agreement")
+    p.add_argument("--stride", type=int, help="tokens between windows; fewer than --length: they overlap")
+    p.add_argument("--count", type=int, help="use only the first COUNT prompts, or windows of the text")
     p.add_argument("--metrics", nargs="+", help="names (dq list metrics); default: all that run here")
-    p.add_argument("--out", default="report.html", help="report.html or numbers.json (default report.html)")
+    p.add_argument("--out", help="report.html or numbers.json (default report.html; of a text: numbers.json, or none)")
     _add_records(p)
     _add_call(p)
     p.set_defaults(run=commands.evaluate)
@@ -146,9 +157,30 @@ def _add_bench(sub) -> None:
     c.add_argument("--prompts", type=int, default=8, help="images per row (default 8)")
     c.add_argument("--records", type=int, default=64, help="denoiser calls for the model error (default 64)")
     c.set_defaults(run=commands.bench_calibration)
-    for one in (p, q, m, r, c):
+    t = _add_bench_llm(kinds)
+    for one in (p, q, m, r, c, t):
         one.add_argument("--device", help="cuda or cpu")
         one.add_argument("--json", metavar="FILE", help="also write the numbers and all versions as JSON")
+
+
+def _add_bench_llm(kinds) -> argparse.ArgumentParser:
+    t = kinds.add_parser("llm", help="recipes on one language model: bits, seconds, perplexity, KL divergence")
+    t.add_argument("--model", dest="source", required=True, help="folder, GGUF file or hub id")
+    t.add_argument("--text", metavar="FILE", required=True, help="UTF-8 text that scores")
+    t.add_argument("--calibration", metavar="FILE", help="another text, for recipes that calibrate")
+    t.add_argument("--recipes", nargs="+", help="presets or TOML files; default: a few that compare well")
+    t.add_argument("--off-lattice", action="store_true", help="on a copy with the same function whose channels are in "
+                   "random order: for models that were unpacked from a low-bit file")  # fmt: skip
+    t.add_argument("--windows", type=int, default=8, help="windows of --text that score (default 8)")
+    t.add_argument("--length", type=int, default=512, help="tokens of a window (default 512)")
+    t.add_argument("--stride", type=int, help="tokens between windows; fewer than --length: they overlap")
+    t.add_argument("--samples", type=int, default=32, help="windows that calibrate (default 32)")
+    t.add_argument("--seed", type=int, default=0)
+    t.add_argument("--dtype", default="fp32", help="bf16, fp16 or fp32 (default fp32)")
+    t.add_argument("--min-features", type=int, help="smallest side of a linear that is quantized (default 64)")
+    t.add_argument("--markdown", metavar="FILE", help="also write the table as Markdown")
+    t.set_defaults(run=commands.bench_llm)
+    return t
 
 
 def main(argv: Sequence[str] | None = None) -> int:

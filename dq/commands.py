@@ -15,6 +15,7 @@ IMAGE = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 COUNTS = (
     *("steps", "height", "width", "max_sequence_length", "max_new_tokens"),
     *("count", "batch_size", "records", "min_features", "rows", "repeat", "divide"),
+    *("samples", "length", "stride", "windows"),
 )
 
 
@@ -86,15 +87,20 @@ def plan(args: argparse.Namespace) -> None:
 
 def quantize(args: argparse.Namespace) -> None:
     """`dq quantize`: plan, calibrate, quantize, save; a model takes its tokenizer along."""
+    from dq import commands_text
     from dq.checks import one_line
     from dq.pipelines.api import quantize as run
     from dq.pipelines.loading import copy_companions, is_model_folder, is_pipeline
 
     recipe = _recipe(args)
     _check_targets(args)
-    calibration = _calibration(args, recipe, pipeline=not is_model_folder(args.source))
+    commands_text.check_text_options(args)
+    if args.text is not None:
+        calibration = commands_text.calibration(args, recipe)
+    else:
+        calibration = _calibration(args, recipe, pipeline=not is_model_folder(args.source))
     obj = _load(args)
-    if calibration is not None and not is_pipeline(obj):
+    if calibration is not None and args.text is None and not is_pipeline(obj):
         raise DQError(_no_records(recipe, type(obj).__name__))
     _print_plan(obj, recipe, args)
     report = run(obj, recipe, calibration=calibration, components=args.components, skip=args.skip, resume=args.resume)
@@ -137,9 +143,9 @@ def _calibration(args: argparse.Namespace, recipe: Any, pipeline: bool) -> Any:
 
 def _no_records(recipe: Any, what: str) -> str:
     return (
-        f"recipe {recipe.name} needs calibration, and the shell can only calibrate pipelines, not {what}; in Python: "
-        f'dq.quantize(model, "{recipe.name}", calibration=[dict(input_ids=ids), ...]), or take a data-free recipe '
-        "(dq list recipes)"
+        f"recipe {recipe.name} needs calibration, and --prompts can only calibrate pipelines, not {what}; give a "
+        f'language model --text FILE, in Python dq.quantize(model, "{recipe.name}", calibration=[dict(input_ids=ids), '
+        "...]), or take a data-free recipe (dq list recipes)"
     )
 
 
@@ -210,27 +216,39 @@ def _generate_text(model: Any, args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.source)
     tokens = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     torch.manual_seed(args.seed)
+    if args.kv_cache is not None:
+        from dq.pipelines.kv_cache import KVCache
+
+        tokens["past_key_values"] = KVCache(args.kv_cache, config=model.config)
     ids = model.generate(**tokens, max_new_tokens=args.max_new_tokens)[0]
     print(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """`dq eval`. Pipelines are loaded when their turn comes."""
-    from dq import checks
+    """`dq eval`. Pipelines and models are loaded when their turn comes."""
+    from dq import checks, commands_text
     from dq.eval.compare import evaluate as run
     from dq.pipelines.calibration import Prompts
     from dq.pipelines.loading import folder_of, is_model_folder
 
     sources = [args.source, *args.more]
-    checks.output_file(args.out, REPORT)
-    prompts = Prompts.from_file(args.prompts).prompts[: args.count]
     twice = [s for s in sources if sources.count(s) > 1]
     if twice:
         raise DQError(f"{twice[0]} is named twice")
+    commands_text.check_text_options(args)
+    if args.text is not None:
+        return commands_text.evaluate(args, _load)
+    if args.prompts is None:
+        raise DQError("dq eval compares pipelines on --prompts FILE (one per line), language models on --text FILE")
+    args.out = args.out or "report.html"
+    checks.output_file(args.out, REPORT)
+    prompts = Prompts.from_file(args.prompts).prompts[: args.count]
     for source in [args.reference, *sources]:
         folder_of(source)
         if is_model_folder(source):
-            raise DQError(f"{source} is a model; dq eval compares images of whole pipelines (model_index.json)")
+            raise DQError(
+                f"{source} is a model; it is compared on --text FILE, images need pipelines (model_index.json)"
+            )
     kwargs = _call_kwargs(args, [args.reference, *sources])
     candidates = {s: (lambda s=s: _load(args, s)) for s in sources}
     batch = {} if args.batch_size is None else {"batch_size": args.batch_size}
@@ -330,6 +348,19 @@ def bench_calibration(args: argparse.Namespace) -> None:
                            if isinstance(s, dict) and s["low"] is not None)  # fmt: skip
         print(f"{row['calibrated on']:<26} {row['records']:>4} records  {scores}")
     _write_json({"recipe": args.recipe, "rows": table}, args.json)
+
+
+def bench_llm(args: argparse.Namespace) -> None:
+    """`dq bench llm`."""
+    from dq.commands_text import bench_llm as run
+    from dq.eval.bench import llm
+
+    _check_reports(args)
+    title, table, result = run(args)
+    print(title, llm.text(table), sep="\n")
+    if args.markdown:
+        Path(args.markdown).write_text(f"{title}\n\n{llm.text(table, markdown=True)}", encoding="utf-8")
+    _write_json({"title": title, "rows": table, **result}, args.json)
 
 
 def bench_kernels(args: argparse.Namespace) -> None:

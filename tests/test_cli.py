@@ -137,7 +137,7 @@ def test_a_lone_transformer_generates_nothing(dq_, quantized):
 def test_models_where_pipelines_are_meant(refused, llm, prompts, tmp_path):
     err = refused("quantize", llm, "int8-smooth", "--prompts", prompts, "--out", tmp_path / "o")
     assert "can only calibrate pipelines" in err and "calibration=[dict(input_ids=ids)" in err
-    assert "is a model; dq eval compares" in refused("eval", llm, "--reference", llm, "--prompts", prompts)
+    assert "is a model; it is compared on --text FILE" in refused("eval", llm, "--reference", llm, "--prompts", prompts)
     assert "--out is for images" in refused("generate", llm, "a", "--out", tmp_path / "x.png")
 
 

@@ -24,7 +24,7 @@ ROWS = (
     ("auto",),
     ("loop",),
     ("eval", "pipelines"),
-    ("showcase", "catalogue"),
+    ("showcase", "catalogue", "commands_text", "commands_export"),
     ("commands",),
     ("cli", "__init__"),
 )
