@@ -148,7 +148,13 @@ def _learn(soft: Soft, weight: Tensor, hessian: Tensor, fixed: Tensor, unit: Ten
 
 
 def adaround(
-    job: Job, iters: int = 1000, lr: float = 0.01, strength: float = 10.0, warmup: float = 0.2, sweeps: int = 4
+    job: Job,
+    iters: int = 1000,
+    lr: float = 0.01,
+    strength: float = 10.0,
+    warmup: float = 0.2,
+    sweeps: int = 4,
+    damp: float = 0.01,
 ) -> tuple[QTensor, QTensor | None]:
     """AdaRound at scales chosen beforehand by the spec's rule. Deterministic. A row that did not gain keeps nearest
     rounding, so that `tr(E H E^T)` is never larger than that. Columns with a weight residual are rounded to nearest:
@@ -160,6 +166,8 @@ def adaround(
         strength: of the regulariser, in the unit above (the paper's 0.01 has the unit of the output's square).
         warmup: share of the steps without it.
         sweeps: of coordinate descent at the end, see dq.rounding.descent.
+        damp: added to the diagonal of H while learning, in units of its mean: without it, choices in directions that
+            the calibration hardly shows would be free (as in GPTQ).
 
     Raises:
         DQError: no Hessian (no calibration), or NaN/Inf in it.
@@ -177,7 +185,7 @@ def adaround(
     main = encode(weight, scales, job.spec)
     if job.spec.fmt.identity:
         return main, job.left_over(main)
-    settings = dict(iters=iters, lr=lr, strength=strength, warmup=warmup, sweeps=sweeps)
+    settings = dict(iters=iters, lr=lr, strength=strength, warmup=warmup, sweeps=sweeps, damp=damp)
     values, gained = _rounded(job, weight, hessian, main, settings)
     lost = len(gained) - int(gained.sum())
     if 2 * lost > len(gained):
@@ -196,7 +204,9 @@ def _rounded(job: Job, weight: Tensor, hessian: Tensor, nearest: QTensor, settin
         error[:, free:] += rest.dequantize()
     before = row_errors(error, hessian)
     gained = before <= 0
-    inner, fixed = hessian[:free, :free], error[:, free:] @ hessian[free:, :free]
+    inner, fixed = hessian[:free, :free].clone(), error[:, free:] @ hessian[free:, :free]
+    alive = inner.diagonal() > 0
+    inner.diagonal().add_(alive * (settings["damp"] * hessian.diagonal().mean()))
     whole, grid = Soft.of(weight, nearest.scales, job.spec), code_steps(nearest.scales, job.spec, tuple(weight.shape))
     for rows in torch.arange(len(weight), device=weight.device).split(max(1, CHUNK // max(free, 1))):
         soft = Soft(*(t[rows, :free].contiguous() for t in (whole.lower, whole.gap, whole.v)))
@@ -216,8 +226,13 @@ def _rounded(job: Job, weight: Tensor, hessian: Tensor, nearest: QTensor, settin
 def _check(params: dict) -> str:
     if not 1 <= params.get("iters", 1000) <= MOST:
         return f"iters is 1 to {MOST}"
-    if params.get("lr", 0.01) <= 0 or params.get("strength", 10.0) < 0 or params.get("sweeps", 4) < 0:
-        return "lr is above 0, strength and sweeps are at least 0"
+    if (
+        params.get("lr", 0.01) <= 0
+        or params.get("strength", 10.0) < 0
+        or params.get("sweeps", 4) < 0
+        or params.get("damp", 0.01) < 0
+    ):
+        return "lr is above 0; strength, sweeps and damp are at least 0"
     return "" if 0 <= params.get("warmup", 0.2) < 1 else "warmup is a share of the steps, from 0 to below 1"
 
 
