@@ -12,6 +12,8 @@ from dq.eval.bench.formats import rules_of
 from dq.eval.metrics import METRICS
 from dq.family import FAMILIES
 from dq.ops import BACKENDS, LinearParams
+from dq.pipelines.exported import EXPORTERS
+from dq.pipelines.kv_store import KV_FORMATS
 from dq.qtensor import quantize
 from dq.recipe import Recipe, presets
 from dq.rounding import ROUNDINGS
@@ -103,6 +105,18 @@ def _backends() -> list[str]:
     return rows
 
 
+def _exports() -> list[str]:
+    rows = []
+    for exporter in EXPORTERS:
+        why = exporter.available()
+        rows.append(f"{exporter.name:<22} {exporter.description}{f'; not here: {why}' if why else ''}")
+    return rows
+
+
+def _caches() -> list[str]:
+    return [f"{f.name:<22} {f.description}" for f in KV_FORMATS.values()]
+
+
 KINDS: dict[str, Callable[[], list[str]]] = {
     "formats": _formats,
     "transforms": _transforms,
@@ -111,6 +125,8 @@ KINDS: dict[str, Callable[[], list[str]]] = {
     "families": _families,
     "metrics": _metrics,
     "backends": _backends,
+    "exports": _exports,
+    "caches": _caches,
 }
 
 

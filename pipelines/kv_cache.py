@@ -13,7 +13,6 @@ it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,52 +20,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from dq.pipelines.kv_store import Affine, Scaled, Store
+from dq.pipelines.kv_store import KV_FORMATS, KVFormat, Store
 from dq.registry import DQError, suggest
-from dq.spec import QuantSpec
 from dq.transforms.hadamard import factors, multiply
-
-WINDOW, GROUP = 128, 32  # tokens; KIVI's
-
-
-@dataclass(frozen=True)
-class KVFormat:
-    """How keys and values rest.
-
-    Attributes:
-        name: what users call it.
-        keys, values: codecs; None keeps 16 bits.
-        channels: keys are coded per channel in groups of tokens, not per token.
-        window: newest tokens that stay in 16 bits.
-        rotated: both go through a Hadamard matrix over head_dim first.
-        description: for lists.
-    """
-
-    name: str
-    keys: Scaled | Affine | None
-    values: Scaled | Affine | None
-    channels: bool = False
-    window: int = 0
-    rotated: bool = False
-    description: str = ""
-
-
-_FP8 = Scaled(QuantSpec("fp8_e4m3", "token", scale_format="bf16", dynamic=True))
-_INT8 = Scaled(QuantSpec("int8", "token", dynamic=True))
-_INT4, _INT2, _ROW = Affine(4, GROUP), Affine(2, GROUP), Affine(4)
-_NVFP4 = Scaled(QuantSpec.parse("nvfp4-token"))
-_FORMATS = (
-    KVFormat("16-bit", None, None, description="nothing is rounded; the same bits as transformers' own cache"),
-    KVFormat("fp8", _FP8, _FP8, description="E4M3, a scale per token and head"),
-    KVFormat("int8", _INT8, _INT8, description="INT8, a scale per token and head"),
-    KVFormat("int4", _INT4, _INT4, description="asymmetric INT4, per token in groups of 32"),
-    KVFormat("int4-kivi", _INT4, _INT4, True, WINDOW, description="KIVI: INT4 keys per channel, values per token"),
-    KVFormat("int2-kivi", _INT2, _INT2, True, WINDOW, description="KIVI: 2-bit keys per channel, values per token"),
-    KVFormat("int4-quarot", _ROW, _ROW, rotated=True, description="QuaRot: rotated, INT4 per token and head"),
-    KVFormat("nvfp4", _NVFP4, _NVFP4, description="NVFP4, blocks of 16 along head_dim"),
-    KVFormat("nvfp4-rotated", _NVFP4, _NVFP4, rotated=True, description="rotated, then NVFP4"),
-)
-KV_FORMATS = {f.name: f for f in _FORMATS}
 
 
 class _Side:

@@ -1,0 +1,54 @@
+"""`dq export`: a quantized language model as another engine reads it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from dq.registry import DQError
+
+
+def add(sub: Any) -> None:
+    """The subcommand and its options."""
+    p = sub.add_parser("export", help="write a quantized language model for another engine")
+    p.add_argument("source", help="folder of a model that dq quantized")
+    p.add_argument("out", help="folder to write")
+    p.add_argument("--format", default="compressed-tensors", help="see dq list exports (default compressed-tensors)")
+    p.add_argument("--weight-only", action="store_true", help="declare 16-bit activations, whatever the recipe said")
+    p.add_argument("--text", metavar="FILE", help="UTF-8 text; its activations give the scales that NVFP4 stores")
+    p.add_argument("--length", type=int, help="tokens of a window of the text (default 2048)")
+    p.add_argument("--samples", type=int, help="windows of the text (default 128)")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (default bf16)")
+    p.add_argument("--device", help="cuda or cpu; default: a GPU if there is one")
+    p.set_defaults(run=export)
+
+
+def export(args: argparse.Namespace) -> None:
+    """`dq export`: what can be refused is refused before the model is loaded."""
+    from dq import checks
+    from dq.pipelines.export import export as run
+    from dq.pipelines.exported import EXPORTERS
+    from dq.pipelines.loading import copy_companions, folder_of, load, parse_dtype, quiet_libraries
+
+    exporter, out = EXPORTERS.get(args.format), checks.output_folder(args.out)
+    why = exporter.available()
+    if why:
+        raise DQError(f"export format {exporter.name} cannot run here: {why}")
+    source, dtype = folder_of(args.source), parse_dtype(args.dtype)
+    if source is not None and out.resolve() == source.resolve():
+        raise DQError(f"{args.out} is the source: give another folder")
+    quiet_libraries()
+    calibration = None if args.text is None else _text(args)
+    model = load(args.source, dtype, args.device)
+    run(model, out, args.format, weight_only=args.weight_only, calibration=calibration)
+    copied = copy_companions(args.source, args.out)
+    print(f"{exporter.name}: {args.out}{' with ' * bool(copied)}{', '.join(copied)}")
+
+
+def _text(args: argparse.Namespace) -> Any:
+    from dq.pipelines.loading import load_tokenizer
+    from dq.pipelines.text import Text
+
+    options = {"samples": args.samples or 128, "length": args.length or 2048, "seed": args.seed}
+    return Text.from_file(args.text, load_tokenizer(args.source), **options)

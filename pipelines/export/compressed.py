@@ -1,0 +1,282 @@
+"""compressed-tensors: what llm-compressor writes, and transformers, vLLM and SGLang read.
+
+    float-quantized       weight E4M3 [N, K], weight_scale [N, 1], [1] or per 128 x 128 tile
+    int-quantized         weight int8 [N, K], weight_scale [N, 1]
+    pack-quantized        weight_packed int32 [N, ceil(K b / 32)] of code + 2^(b-1), weight_scale, weight_shape
+    nvfp4-pack-quantized  weight_packed uint8 [N, K / 2], weight_scale E4M3, weight_global_scale: a divisor
+    mxfp4-pack-quantized  weight_packed uint8 [N, K / 2], weight_scale uint8 (E8M0); mxfp8-quantized: weight E4M3
+
+Scales are written as dq holds them (float32, or float16 for groups); a reader that works in bfloat16 rounds them.
+Source: compressed-tensors 0.20, preset schemes and compressors.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dq.linear import QuantizedLinear
+from dq.packing import PACKINGS
+from dq.pipelines.exported import (
+    EXPORTERS,
+    Exporter,
+    Job,
+    Stored,
+    multiplier,
+    not_plain,
+    plain_values,
+    unlike_siblings,
+    write_folder,
+)  # fmt: skip
+from dq.qtensor import QTensor
+from dq.registry import DQError
+from dq.spec import QuantSpec
+
+METHOD = "compressed-tensors"
+_INT = re.compile(r"int([2348])(_wide|_full)?")
+_NVFP4_TOP = 2688.0  # 6 * 448, the largest value of E2M1 times that of E4M3
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One config group: layout of the tensors, and the arguments of weights and activations."""
+
+    layout: str
+    weights: tuple[tuple[str, Any], ...]
+    activations: tuple[tuple[str, Any], ...] | None
+
+    def group(self, targets: list[str]) -> dict[str, Any]:
+        acts = None if self.activations is None else dict(self.activations)
+        return {"targets": targets, "weights": dict(self.weights), "input_activations": acts,
+                "output_activations": None, "format": self.layout}  # fmt: skip
+
+
+def _args(kind: str, bits: int, strategy: str, **more: Any) -> tuple[tuple[str, Any], ...]:
+    args = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False} | more
+    return tuple(args.items())
+
+
+def _blocks(spec: QuantSpec) -> str:
+    """`nvfp4`, `mxfp4`, `mxfp8`, `fp8`, `fp8-block`, `int<b>`, or "" for a grid without a form here."""
+    found = _INT.fullmatch(spec.format)
+    if spec.format == "fp4_e2m1" and spec.scale_format == "fp8_e4m3" and spec.group_size == 16:
+        return "nvfp4"
+    if spec.scale_format == "e8m0" and spec.group_size == 32:
+        return {"fp4_e2m1": "mxfp4", "fp8_e4m3": "mxfp8"}.get(spec.format, "")
+    if spec.scale_format not in ("fp32", "fp16", "bf16") or spec.global_scale:
+        return ""
+    if spec.format == "fp8_e4m3":
+        return {"block": "fp8-block", "group": "fp8-group"}.get(spec.strategy, "fp8")
+    return f"int{found[1]}" if found and spec.strategy != "block" else ""
+
+
+# kind of the weights -> kinds of activations that a runtime has beside them.
+_PAIRS = {
+    "fp8": ("fp8",), "fp8-block": ("fp8-group",), "nvfp4": ("nvfp4",), "mxfp4": ("mxfp4",), "mxfp8": ("mxfp8",),
+    "int8": ("int8",), "int4": ("int8", "fp8"), "int3": (), "int2": (),
+}  # fmt: skip
+
+
+def _activation_args(spec: QuantSpec, kind: str) -> tuple[tuple[str, Any], ...]:
+    if kind == "nvfp4":
+        return _args("float", 4, "tensor_group", group_size=16, dynamic="local", scale_dtype="torch.float8_e4m3fn")
+    if kind.startswith("mx"):
+        bits = 4 if kind == "mxfp4" else 8
+        return _args("float", bits, "group", group_size=32, dynamic=True, scale_dtype="torch.uint8")
+    number = "int" if kind.startswith("int") else "float"
+    if kind == "fp8-group":
+        return _args(number, 8, "group", group_size=spec.group_size, dynamic=True)
+    if spec.strategy == "tensor":
+        return _args(number, 8, "tensor")
+    return _args(number, 8, "token", dynamic=True)
+
+
+def _weight_args(spec: QuantSpec, kind: str) -> tuple[tuple[str, Any], ...]:
+    if kind == "nvfp4":
+        return _args("float", 4, "tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn")
+    if kind.startswith("mx"):
+        return _args("float", 4 if kind == "mxfp4" else 8, "group", group_size=32, scale_dtype="torch.uint8")
+    if kind == "fp8-block":
+        return _args("float", 8, "block", block_structure=spec.block_size)
+    size = {"group_size": spec.group_size} if spec.strategy == "group" else {}
+    return _args("int" if kind.startswith("int") else "float", spec.fmt.bits, spec.strategy, **size)
+
+
+def scheme_of(weights: QuantSpec, activations: QuantSpec | None) -> Scheme:
+    """The config group of two grids.
+
+    Raises:
+        DQError: the reason why there is none.
+    """
+    kind = _blocks(weights)
+    if kind not in _PAIRS:
+        zero = ": the installed readers disagree about zero points; take a symmetric grid"
+        raise DQError(f"weights {weights} have no form there{zero if weights.has_zero_point else ''}")
+    acts = None if activations is None else _blocks(activations)
+    if acts is not None and (acts not in _PAIRS[kind] or activations.strategy not in ("token", "tensor", "group")):
+        known = ", ".join(_PAIRS[kind]) or "none"
+        raise DQError(f"{kind} weights do not go with activations {activations} there (only {known}); "
+                      "weight_only=True leaves activations in 16 bits")  # fmt: skip
+    if acts in ("fp8", "int8") and activations.strategy == "group":
+        raise DQError(f"activations {activations} have no form there; weight_only=True leaves them in 16 bits")
+    layout = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized", "mxfp8": "mxfp8-quantized"}.get(kind)
+    if layout is None and kind.startswith("fp8"):
+        layout = "naive-quantized" if acts is None else "float-quantized"
+    if layout is None:
+        layout = "int-quantized" if kind == "int8" and acts else "pack-quantized"
+    return Scheme(layout, _weight_args(weights, kind), None if acts is None else _activation_args(activations, acts))
+
+
+def _refuse(job: Job, name: str) -> str:
+    layer = job.layers[name]
+    spec, acts = layer.config.weights, job.activations(name)
+    why = not_plain(layer)
+    if why:
+        return why
+    try:
+        scheme_of(spec, acts)
+    except DQError as error:
+        return str(error)
+    if spec.columns and layer.in_features % spec.columns:
+        return f"its {layer.in_features} inputs are no multiple of {spec.columns}"
+    return unlike_siblings(job, name, _blocks(spec) == "nvfp4") or missing_amax(job, name)
+
+
+def missing_amax(job: Job, name: str) -> str:
+    """Why the second level of NVFP4 activations is not known; "" if it is, or is not needed."""
+    acts = job.activations(name)
+    if acts is None or _blocks(acts) != "nvfp4" or job.amax.get(name):
+        return ""
+    if job.amax:
+        return "the calibration never reached it"
+    return "NVFP4 activations need a stored scale there, which dq computes per token: give calibration=... or weight_only=True"
+
+
+def tensors_of(layer: QuantizedLinear, scheme: Scheme, amax: float | None = None) -> dict[str, Tensor]:
+    """The stored tensors of one linear, bias not included."""
+    q, k = layer.qtensor, layer.in_features
+    out = {"weight_scale": q.scale.reshape(1) if q.spec.strategy == "tensor" else q.scale}
+    if scheme.layout in ("float-quantized", "naive-quantized", "int-quantized", "mxfp8-quantized"):
+        out["weight"] = q.codes[:, :k]
+    elif scheme.layout == "pack-quantized":
+        out["weight_packed"] = PACKINGS.get(f"ct-int{q.spec.fmt.bits}").pack(plain_values(layer))
+        out["weight_shape"] = torch.tensor([layer.out_features, k])
+    else:
+        out["weight_packed"] = q.codes[:, : k // 2]
+    if scheme.layout.startswith("nvfp4"):
+        out["weight_global_scale"] = (1.0 / multiplier(q)).reshape(1)
+        if scheme.activations is not None:
+            out["input_global_scale"] = torch.tensor([_NVFP4_TOP / amax])
+    if scheme.activations is not None and layer.config.static:
+        out["input_scale"] = layer.input_scale.reshape(1)
+    return out
+
+
+def _write(job: Job, folder: Path) -> None:
+    schemes = {n: scheme_of(layer.config.weights, job.activations(n)) for n, layer in job.layers.items()}
+    groups: dict[Scheme, list[str]] = {}
+    for name, scheme in schemes.items():
+        groups.setdefault(scheme, []).append(name)
+    tensors = {n: tensors_of(layer, schemes[n], job.amax.get(n)) for n, layer in job.layers.items()}
+    one = len(groups) == 1
+    config = {
+        "quant_method": METHOD,
+        "format": next(iter(groups)).layout if one else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{i}": s.group(["Linear"] if one else names) for i, (s, names) in enumerate(groups.items())
+        },
+        "ignore": job.plain_linears,
+        "kv_cache_scheme": None,
+    }
+    write_folder(job, folder, tensors, config)
+
+
+def _matches(target: str, name: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], name) is not None
+    return target in ("Linear", name) or name.endswith(f".{target}")
+
+
+def _read(config: dict[str, Any], tensors: dict[str, Tensor], names: list[str]) -> dict[str, Stored]:
+    out = {}
+    for name in names:
+        groups = [g for g in config["config_groups"].values() if any(_matches(t, name) for t in g["targets"])]
+        if not groups:
+            raise DQError(f"no config group describes {name}")
+        group = groups[-1]
+        layout = group.get("format") or config["format"]
+        own = {k: tensors.pop(f"{name}.{k}") for k in _KEYS if f"{name}.{k}" in tensors}
+        acts = _activations(group.get("input_activations"))
+        static = acts is not None and acts.strategy == "tensor"
+        out[name] = Stored(
+            _weight(layout, group["weights"], own, name), acts,
+            own["input_scale"].reshape(1, 1).to(torch.float32) if static else None,
+        )  # fmt: skip
+    return out
+
+
+_KEYS = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale",
+         "input_scale", "input_global_scale", "weight_g_idx")  # fmt: skip
+_SCALES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def _weight(layout: str, args: dict[str, Any], own: dict[str, Tensor], name: str) -> QTensor:
+    if not args.get("symmetric", True) or "weight_g_idx" in own:
+        raise DQError(f"{name} has zero points or an activation order, which is not read")
+    scale, bits = own["weight_scale"], args["num_bits"]
+    if layout.startswith("nvfp4"):
+        spec = QuantSpec.parse("nvfp4").with_(profile=METHOD)
+        codes = own["weight_packed"]
+        return QTensor(codes, scale, own["weight_global_scale"].reshape(1), spec, (len(codes), 2 * codes.shape[1]))
+    if layout.startswith("mx"):
+        codes = own["weight_packed"] if bits == 4 else own["weight"]
+        width = codes.shape[1] * (2 if bits == 4 else 1)
+        return QTensor(codes, scale, None, QuantSpec.parse(f"mxfp{bits}"), (len(codes), width))
+    grid = {"strategy": args["strategy"], "scale_format": _SCALES[scale.dtype]}
+    grid |= {"group_size": args["group_size"]} if args["strategy"] == "group" else {}
+    grid |= {"block_size": tuple(args["block_structure"])} if args["strategy"] == "block" else {}
+    if args["type"] == "float":
+        spec, codes = QuantSpec("fp8_e4m3", **grid), own["weight"]
+    else:
+        spec = QuantSpec(f"int{bits}_full", **grid)
+        if "weight" in own:
+            codes = own["weight"]
+        else:
+            codes = PACKINGS.get(f"ct-int{bits}").unpack(own["weight_packed"], own["weight_shape"].tolist())
+    shape = tuple(codes.shape)
+    missing = spec.padded_width(shape[1]) - shape[1]
+    codes = torch.nn.functional.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype)
+    return QTensor(spec.fmt.pack(codes), scale.reshape(spec.scale_shape(*shape)), None, spec, shape)
+
+
+def _activations(args: dict[str, Any] | None) -> QuantSpec | None:
+    if args is None:
+        return None
+    strategy, bits, kind = args["strategy"], args["num_bits"], args["type"]
+    if strategy == "tensor_group":
+        return QuantSpec.parse("nvfp4-token")
+    if strategy == "group" and bits == 8 and args["group_size"] == 128:
+        return QuantSpec.parse("fp8-block-token")
+    if strategy == "group" and args["group_size"] == 32:
+        return QuantSpec.parse(f"mxfp{bits}")
+    if strategy not in ("token", "tensor") or bits != 8:
+        raise DQError(f"activations of {bits} bits per {strategy} are not read")
+    return QuantSpec.parse(f"{'int8' if kind == 'int' else 'fp8_e4m3'}/{strategy}")
+
+
+EXPORTERS.register(
+    Exporter(
+        METHOD,
+        "transformers, vLLM, SGLang: FP8, FP8 block, INT8, INT4 groups, NVFP4, MXFP4, MXFP8",
+        _refuse,
+        _write,
+        _read,
+        method=METHOD,
+    )
+)
