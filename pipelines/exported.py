@@ -161,7 +161,8 @@ def write_folder(job: Job, folder: Path, tensors: dict[str, dict[str, Tensor]], 
         if owner not in job.layers or leaf == "bias":
             state[name] = tensor
     for name, own in tensors.items():
-        state |= {f"{name}.{key}": t.detach().contiguous() for key, t in own.items()}
+        # Copies: a view into padded codes would be written with what it hides, or be refused.
+        state |= {f"{name}.{key}": t.detach().clone(memory_format=torch.contiguous_format) for key, t in own.items()}
     for target in getattr(job.model, "all_tied_weights_keys", None) or {}:
         state.pop(target, None)
     state = revert_weight_conversion(job.model, state)

@@ -53,7 +53,8 @@ def export(
     if held:
         raise DQError(f"{target} holds weights already ({held[0]}): give a new folder")
     job = Job(model, quantized_linears(model), weight_only, shard_size=max_shard_size)
-    if calibration is not None and not weight_only:
+    second = (job.activations(name) for name in job.layers)
+    if calibration is not None and any(spec is not None and spec.global_scale for spec in second):
         job.amax = _input_amax(job, calibration)
     _check_layers(exporter, job)
     with checks.one_line(f"cannot export to {target}"):
@@ -103,9 +104,8 @@ def _input_amax(job: Job, calibration: Any) -> dict[str, float]:
     try:
         with torch.no_grad():
             for record in records:
-                job.model(
-                    *(_to(a, device) for a in record.args), **{k: _to(v, device) for k, v in record.kwargs.items()}
-                )
+                args, kwargs = map_tensors((record.args, record.kwargs), lambda t: t.to(device))
+                job.model(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()

@@ -154,7 +154,7 @@ def missing_amax(job: Job, name: str) -> str:
         return ""
     if job.amax:
         return "the calibration never reached it"
-    return "NVFP4 activations need a stored scale there, which dq computes per token: give calibration=... or weight_only=True"
+    return "NVFP4 activations need a stored scale there, not one per token: give calibration=... or weight_only=True"
 
 
 def tensors_of(layer: QuantizedLinear, scheme: Scheme, amax: float | None = None) -> dict[str, Tensor]:
