@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     p = sub.add_parser("inspect", help="what is in a checkpoint folder")
     p.add_argument("source")
     p.set_defaults(run=commands.inspect)
-    p = sub.add_parser("list", help="formats, transforms, roundings, recipes, families, metrics, backends, exports, caches")
+    p = sub.add_parser("list", help="formats, transforms, roundings, recipes, metrics, backends, exports and more")
     p.add_argument("what", nargs="?")
     p.set_defaults(run=commands.catalogue)
     sub.add_parser("doctor", help="what this machine can run, and why not the rest").set_defaults(run=commands.doctor)

@@ -1,0 +1,200 @@
+"""Exported checkpoints as other tools read them: the weights that they make of them are ours.
+
+compressed-tensors makes every scale in the dtype of the model: in float32 the weights are equal bit for bit, in
+bfloat16 those whose scales were chosen in bfloat16 are, the others lose bits there. Its FP4 and MX weights are bfloat16 whatever the model is: those are equal
+there. Logits are not compared: it patches `forward` and quantizes activations by its own conventions.
+"""
+
+import json
+
+import pytest
+import torch
+
+import dq
+from dq.linear import quantized_linears
+from dq.recipe import Recipe, Rule
+
+IDS = torch.randint(3, 128, (2, 16), generator=torch.Generator().manual_seed(0))
+RECORDS = [dict(input_ids=IDS)]
+
+
+def recipe(weights: str, activations: str | None = None) -> Recipe:
+    target = {"weights": weights} | ({"activations": activations} if activations else {})
+    return Recipe.from_dict({"name": "test", "description": "", "linear": target, "modulation": {"weights": weights}})
+
+
+def quantized(tiny, plan: Recipe, dtype: torch.dtype = torch.float32, build=None, **changes):
+    model = build(dtype) if build else tiny.llama(dtype, hidden_size=128, intermediate_size=256, **changes)
+    dq.quantize(model, plan.with_(min_features=16), progress=False)
+    return model
+
+
+def qwen(tiny):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=128, max_position_embeddings=64, pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    return lambda dtype: tiny.seeded(lambda: Qwen3ForCausalLM(config), dtype=dtype)
+
+
+def decompressed(folder, dtype: torch.dtype):
+    """The model as transformers loads it, its weights after the first forward decompressed them."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    try:
+        with torch.no_grad():
+            model(IDS)
+    except RuntimeError as error:  # FP4 in a float32 model: its weights are bfloat16, its inputs are not
+        assert "same dtype" in str(error)
+    return model
+
+
+EXACT_IN_FLOAT32 = [
+    ("fp8_e4m3/channel", "fp8_e4m3/token"), ("fp8_e4m3/channel", None), ("fp8_e4m3/tensor", None),
+    ("fp8-block", "fp8-block-token"), ("int8/channel", "int8/token"), ("int8/channel", None), ("int4/group32", None),
+    ("int4/group64", None), ("int4_full/channel", None), ("int4/group64", "int8/token"), ("int3/group32", None),
+]  # fmt: skip
+EXACT_IN_BFLOAT16 = [
+    ("nvfp4", None), ("nvfp4@sweep", None), ("nvfp4", "nvfp4-token"), ("mxfp4", None), ("mxfp4", "mxfp4"),
+    ("mxfp8", None), ("fp8_e4m3/channel/bf16", "fp8_e4m3/token"), ("int8/channel/bf16", "int8/token"),
+    ("int4/group32/bf16", None),
+]  # fmt: skip
+CASES = [(torch.float32, *g) for g in EXACT_IN_FLOAT32] + [(torch.bfloat16, *g) for g in EXACT_IN_BFLOAT16]
+
+
+@pytest.mark.parametrize(("dtype", "weights", "activations"), CASES)
+def test_compressed_tensors_in_transformers(tiny, tmp_path, dtype, weights, activations):
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, see the extra interop")
+    model = quantized(tiny, recipe(weights, activations), dtype)
+    dq.export(model, tmp_path / "out", calibration=RECORDS)
+    loaded = decompressed(tmp_path / "out", dtype)
+    for name, layer in quantized_linears(model).items():
+        theirs = loaded.get_submodule(name)
+        assert theirs.quantization_scheme.weights.num_bits == layer.config.weights.fmt.bits
+        assert (theirs.quantization_scheme.input_activations is None) == (activations is None)
+        assert torch.equal(theirs.weight, layer.dequantized_weight(dtype)), name
+    assert not hasattr(loaded.lm_head, "quantization_scheme")
+    assert torch.equal(loaded.model.norm.weight, model.model.norm.weight)
+
+
+@pytest.mark.parametrize(("weights", "activations"), EXACT_IN_FLOAT32)
+def test_compressed_tensors_in_bfloat16(tiny, tmp_path, weights, activations):
+    """Scales rounded to 8 bits, then the product: two roundings of 2^-8 each."""
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, see the extra interop")
+    model = quantized(tiny, recipe(weights, activations), torch.bfloat16)
+    dq.export(model, tmp_path / "out")
+    loaded = decompressed(tmp_path / "out", torch.bfloat16)
+    for name, layer in quantized_linears(model).items():
+        exact = layer.dequantized_weight(torch.float32)
+        assert torch.allclose(loaded.get_submodule(name).weight.float(), exact, rtol=2.0**-7, atol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_loaded_model_is_ours(tiny, tmp_path, family):
+    """The logits of a weight-only checkpoint, tied head included, and of a mixed one."""
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, see the extra interop")
+    mixed = recipe("int4/group32").with_(rules=(Rule("down_proj", recipe("int8/channel").linear),))
+    build = qwen(tiny) if family == "qwen3" else None
+    model = quantized(tiny, mixed, build=build, **({} if build else {"tied": True}))
+    dq.export(model, tmp_path / "out")
+    loaded = decompressed(tmp_path / "out", torch.float32)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    plain = build(torch.float32) if build else tiny.llama(hidden_size=128, intermediate_size=256, tied=True)
+    with torch.no_grad():
+        plain.load_state_dict({n: loaded.state_dict()[n] for n in plain.state_dict()})
+        assert torch.allclose(plain(IDS).logits, model(IDS).logits, atol=1e-5)
+
+
+def test_their_checkpoint_is_read(tiny, tmp_path):
+    """The other way: a model that compressed-tensors compressed, read by dq."""
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, see the extra interop")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    model = tiny.llama(hidden_size=128, intermediate_size=256)
+    scheme = {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+              "targets": ["Linear"]}  # fmt: skip
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"], format="pack-quantized")
+    apply_quantization_config(model, config)
+    expected = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "quantization_scheme"):
+            blocks = module.weight.unflatten(1, (-1, 32))
+            scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), module.quantization_scheme.weights)
+            module.weight_scale.data.copy_(scale)
+            codes = (blocks / scale[..., None]).round().clamp(-8, 7)
+            expected[name] = (codes * scale[..., None]).flatten(1).detach()
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(tmp_path)
+    compressor.update_config(str(tmp_path))
+    back = dq.load_exported(tmp_path)
+    assert set(quantized_linears(back)) == set(expected) and len(expected) == 14
+    for name, layer in quantized_linears(back).items():
+        assert torch.equal(layer.dequantized_weight(torch.float32), expected[name])
+
+
+GGUF = [("int8/group32", "Q8_0"), ("int4/group32", "Q4_0"), ("int4_full/group32", "Q4_0")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("weights", "kind"), GGUF)
+def test_gguf_in_transformers(tiny, tmp_path, weights, kind, dtype):
+    """Read back by transformers, the reordered q and k rows of Llama undone: all weights and the logits are ours."""
+    gguf = pytest.importorskip("gguf", reason="needs gguf, see the extra interop")
+    from transformers import AutoModelForCausalLM
+
+    model = quantized(tiny, recipe(weights), dtype, tied=dtype == torch.float32)
+    dq.export(model, tmp_path / "out", "gguf")
+    kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    assert kinds["blk.0.attn_q.weight"] == kind and kinds["blk.0.attn_norm.weight"] == "F32"
+    assert kinds["token_embd.weight"] == ("F32" if dtype == torch.float32 else "BF16")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32)
+    for name, layer in quantized_linears(model).items():
+        assert torch.equal(loaded.get_submodule(name).weight, layer.dequantized_weight(torch.float32)), name
+    with torch.no_grad():
+        assert torch.allclose(loaded(IDS).logits, model.float()(IDS).logits, atol=1e-5)
+
+
+def test_gguf_blocks_by_their_own_reader(tiny, tmp_path):
+    """Qwen3, whose rows stay in place, through gguf's own dequantization."""
+    gguf = pytest.importorskip("gguf", reason="needs gguf, see the extra interop")
+    model = quantized(tiny, recipe("int4/group32"), build=qwen(tiny))
+    dq.export(model, tmp_path / "out", "gguf")
+    tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    for ours, theirs in (("self_attn.q_proj", "attn_q"), ("mlp.down_proj", "ffn_down")):
+        one = tensors[f"blk.1.{theirs}.weight"]
+        values = torch.from_numpy(gguf.quants.dequantize(one.data, one.tensor_type).copy())
+        layer = model.get_submodule(f"model.layers.1.{ours}")
+        assert torch.equal(values.reshape(layer.weight.shape), layer.dequantized_weight(torch.float32))
+
+
+def test_gguf_refusals(tiny, tmp_path):
+    pytest.importorskip("gguf", reason="needs gguf, see the extra interop")
+    for plan, words in (
+        (recipe("int4/group64"), "no GGUF block"),
+        (recipe("int8/group32", "int8/token"), "activations"),
+    ):
+        with pytest.raises(dq.DQError, match=rf"cannot export to gguf: model\.layers\.0\.\S+ .*{words}"):
+            dq.export(quantized(tiny, plan), tmp_path / "out", "gguf")
+    model = quantized(tiny, recipe("int4/group32"))
+    model.config.rope_parameters = {"rope_type": "llama3", "rope_theta": 1e4}
+    with pytest.raises(dq.DQError, match="rotary embeddings of type llama3"):
+        dq.export(model, tmp_path / "out", "gguf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_config_says_what_runtimes_look_for(tiny, tmp_path):
+    model = quantized(tiny, recipe("fp8_e4m3/channel", "fp8_e4m3/token"))
+    dq.export(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    found = config["quantization_config"]
+    assert found["quant_method"] == "compressed-tensors" and found["format"] == "float-quantized"
+    assert found["ignore"] == ["lm_head"] and found["quantization_status"] == "compressed"
+    group = found["config_groups"]["group_0"]
+    assert group["weights"]["strategy"] == "channel" and group["input_activations"]["dynamic"] is True
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["dtype"] == "float32"
