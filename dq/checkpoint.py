@@ -12,6 +12,7 @@ from torch import nn
 from dq.linear import LinearConfig, QuantizedLinear, quantized_linears
 from dq.planning import Plan
 from dq.registry import DQError, suggest, typed
+from dq.steps import watch
 from dq.version import VERSION
 
 FORMAT_VERSION = 1
@@ -127,6 +128,7 @@ def finish_model(model: nn.Module) -> None:
                 )
             if tensor.dtype != dtype:
                 setattr(layer, key, tensor.to(dtype))
+    watch(model)
     _align(model)
 
 

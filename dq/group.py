@@ -16,9 +16,11 @@ from dq.ops import reference_qlinear
 from dq.planning import PlanRow
 from dq.qtensor import QTensor, check_finite, choose_scale, executed_amax
 from dq.recipe import Target
+from dq.registry import DQError
 from dq.rounding import ROUNDINGS, Job
 from dq.scales import find_rule
 from dq.stats import Stat
+from dq.steps import StepGroups, tops_by_step
 from dq.transforms import TRANSFORMS, GroupState, apply_steps
 
 FEW = 32  # tokens below which an expert's statistics say nothing
@@ -119,7 +121,7 @@ def quantize_row(
                 side=state.side.get(m),
                 bias=None if old.bias is None else old.bias.to(weight.codes.device),
                 dtype=old.weight.dtype,
-                input_scale=_input_scale(state, m),
+                **_static(state, row.target, m),
                 residual=state.residual,
                 dual=state.dual,
             )
@@ -182,6 +184,27 @@ def _correct_bias(layer: QuantizedLinear, weight: Tensor, x: Tensor, bias: Tenso
         new = (x @ weight.T - reference_qlinear(x, replace(layer.params, bias=None))).mean(0)
         new = new if bias is None else new + bias.to(new)
         layer.bias = nn.Parameter(new.to(layer.compute_dtype), requires_grad=False)
+
+
+def _static(state: GroupState, target: Target, name: str) -> dict[str, Tensor | None]:
+    """`input_scale`, and `input_edges` of step groups: what a layer with a static activation grid keeps of it.
+
+    Raises:
+        DQError: without calibration, without timesteps, or step groups beside a transform that mixes channels (maxima
+            per step are kept per channel of the raw input).
+    """
+    if not target.step_groups:
+        return {"input_scale": _input_scale(state, name)}
+    state.require_stats("a static activation scale")
+    mixed = [s.name for s in state.steps if s.name != "smooth"]
+    if mixed:
+        raise DQError(f"step_groups go with no other transform than smooth, which keeps channels apart; got {mixed[0]}")
+    tops = state.stat(name).absmax
+    found = {s: float(apply_steps(t.to(state.weights[name])[None], state.steps).max()) for s, t in tops.items()}
+    groups = StepGroups.fit(tops_by_step(found), target.step_groups, name)
+    scales = [choose_scale(top.reshape(1, 1), state.act_spec).scale for top in groups.tops]
+    device = state.weights[name].device
+    return {"input_scale": torch.cat(scales).to(device, torch.float32), "input_edges": groups.edges.to(device)}
 
 
 def _input_scale(state: GroupState, name: str) -> Tensor | None:

@@ -12,6 +12,7 @@ from dq.ops import Choice, LinearParams, choose_backend
 from dq.qtensor import QTensor
 from dq.registry import DQError
 from dq.spec import QuantSpec
+from dq.steps import StepContext
 from dq.transforms import TRANSFORMS, Step, apply_steps
 
 
@@ -25,6 +26,7 @@ class LinearConfig:
         rank: rank of the low-rank branch, 0 for none.
         side_dtype: dtype of its factors.
         residual: number S of residual channels; the weight is stored K + S wide, or K + 2 S if `dual`.
+        step_groups: G > 0: a static activation grid has one scale for each of G groups of denoising steps.
     """
 
     weights: QuantSpec
@@ -34,6 +36,7 @@ class LinearConfig:
     side_dtype: str = "bfloat16"
     residual: int = 0
     dual: bool = False
+    step_groups: int = 0
 
     @property
     def extra(self) -> int:
@@ -50,6 +53,8 @@ class LinearConfig:
             out |= {"rank": self.rank, "side_dtype": self.side_dtype}
         if self.residual:
             out |= {"residual": self.residual, "dual": self.dual}
+        if self.step_groups:
+            out["step_groups"] = self.step_groups
         return out
 
     @classmethod
@@ -86,7 +91,9 @@ class LinearConfig:
         if spec.has_zero_point:
             out["weight_zero_point"] = (spec.scale_shape(rows, wide), torch.uint8)
         if self.static:
-            out["input_scale"] = ((1, 1), torch.float32)
+            out["input_scale"] = ((max(1, self.step_groups), 1), torch.float32)
+        if self.step_groups:
+            out["input_edges"] = ((self.step_groups - 1,), torch.float32)
         for name, params in self.steps:
             for key, kind in TRANSFORMS.get(name).tensors(width, params).items():
                 out[f"{name}_{key}"] = kind
@@ -124,6 +131,7 @@ class QuantizedLinear(nn.Linear):
         )
         self.register_parameter("bias", empty)
         self._choice: tuple[tuple, Choice] | None = None
+        self.step_context = StepContext()  # the model's own once `dq.steps.watch` has seen it
 
     @classmethod
     def build(
@@ -136,18 +144,20 @@ class QuantizedLinear(nn.Linear):
         bias=None,
         dtype=torch.bfloat16,
         input_scale=None,
+        input_edges=None,
         residual=0,
         dual=False,
     ):
-        """A layer from finished parts: `QTensor`, `Step`s, (down, up), bias [N], static activation scale [1, 1], and
-        how many residual channels the weight has."""
+        """A layer from finished parts: `QTensor`, `Step`s, (down, up), bias [N], static activation scale [1, 1] (or
+        scales [G, 1] and edges [G - 1] of step groups), and how many residual channels the weight has."""
         dtype_name = "bfloat16" if side is None else str(side[0].dtype).removeprefix("torch.")
         pairs, rank = tuple((s.name, dict(s.params)) for s in steps), 0 if side is None else len(side[0])
-        config = LinearConfig(weight.spec, activations, pairs, rank, dtype_name, residual, dual)
+        groups = 0 if input_edges is None else len(input_scale)
+        config = LinearConfig(weight.spec, activations, pairs, rank, dtype_name, residual, dual, groups)
         n, k = weight.shape[0], weight.shape[1] - config.extra
         layer = cls(k, n, config, bias=bias is not None, dtype=dtype, device="meta")
         parts = {"qweight": weight.codes, "weight_scale": weight.scale, "weight_global_scale": weight.global_scale}
-        parts |= {"weight_zero_point": weight.zero_point, "input_scale": input_scale}
+        parts |= {"weight_zero_point": weight.zero_point, "input_scale": input_scale, "input_edges": input_edges}
         # Copies: layers of one group share these values, and a checkpoint must not hold aliased tensors.
         for s in steps:
             kinds = TRANSFORMS.get(s.name).tensors(k, s.params)
@@ -193,6 +203,8 @@ class QuantizedLinear(nn.Linear):
         down, up = getattr(self, "lowrank_down", None), getattr(self, "lowrank_up", None)
         scale = getattr(self, "input_scale", None)
         c = self.config
+        if c.step_groups:
+            scale = self.step_context.pick(scale, self.input_edges)
         return LinearParams(self.qtensor, c.activations, self.steps, down, up, self.bias, scale, c.residual, c.dual)
 
     def forward(self, x: Tensor) -> Tensor:

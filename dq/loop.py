@@ -16,13 +16,14 @@ from dq.auto import FLOOR, ChoiceTable, cautious, choose, decided, reference_sco
 from dq.checkpoint import artifact_meta
 from dq.group import quantize_row
 from dq.linear import LayerInfo, QuantizedLinear, layer_info, quantized_linears
-from dq.planning import Plan, PlanRow, model_bytes
-from dq.qtensor import check_finite
+from dq.planning import Plan, PlanRow, check_weights, model_bytes, subset
+from dq.reconstruct import captured, learn_block
 from dq.records import Record, outputs, relative_error
 from dq.registry import DQError
 from dq.replay import Replay, call, call_order, device_of
 from dq.resume import ResumeFolder
 from dq.stats import Stat
+from dq.steps import stratum, watch
 
 BINS = 4
 LOST_DB = 3.0  # a layer whose error is half as strong as its signal
@@ -97,6 +98,7 @@ def quantize_model(
     with torch.no_grad(), progress(total=loop.steps, desc=plan.recipe.name, unit="step") as bar:
         choices = loop.choose(bar.update) if plan.recipe.auto else None
         loop.run_all(bar.update)
+    watch(model)
     model.dq_artifact = artifact_meta(model, plan, calibration or {})
     seconds, plan = time.perf_counter() - start, replace(plan, rows=tuple(loop.rows), remarks=tuple(loop.remarks))
     layers = layer_info(model)
@@ -108,21 +110,6 @@ def quantize_model(
         warnings.warn(what + " for its scales, or outliers; skip it or take another grid", stacklevel=2)
     after = model_bytes(model)
     return QuantizeReport(plan.recipe.name, seconds, layers, before, after, plan, calibration or {}, choices)
-
-
-def check_weights(model: nn.Module, plan: Plan) -> None:
-    """Before anything runs: every weight to be quantized is there, and every parameter of the model is finite (of what
-    stays in 16 bits and of biases too: a model that computes NaN cannot be judged).
-
-    Raises:
-        DQError: naming the first that is not.
-    """
-    for name in (m for row in plan.quantized for m in row.members):
-        if model.get_submodule(name).weight.is_meta:
-            raise DQError(f"{name}.weight holds no data (offloaded, or not loaded yet): quantize before offloading")
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.itemsize > 1 and not parameter.is_meta:
-            check_finite(parameter, name)
 
 
 class _Loop:
@@ -141,6 +128,7 @@ class _Loop:
         if records and blocks and not order:
             self.remarks.append("blocks are not called exactly once each: calibrated over the whole model at once")
         self.replay = Replay(model, order, records, plan.family.keep_outputs)
+        self.by_step, self.learn = any(r.target.step_groups for r in plan.quantized), plan.recipe.reconstruct
         # Without an order (or without records) the whole model is one unit, still quantized block by block.
         self.schedule = (order or blocks) + ([""] if any(r.block == "" for r in plan.quantized) else [])
         self.observe = bool(records) and (not order or "" in self.schedule)
@@ -266,13 +254,19 @@ class _Loop:
             # A quantized prefix hands on what the finished block gives, further down; keeping the 16-bit output too
             # would overwrite the very inputs that the second run replays.
             keep = self.prefix == "fp"
-            stats = self._collect(() if done is not None else rows, lambda i: self._step(block, i, keep))
+            count = self.learn.records if self.learn and done is None else 0
+            with captured(self.model.get_submodule(block), count, len(self.records)) as held:
+                stats = self._collect(() if done is not None else rows, lambda i: self._step(block, i, keep))
         if done is None:
             done = {}
             for row in rows:
                 for part in self._verified(row, stats):
                     done |= quantize_row(self.model, part, stats, self.device)
                 self.tick(1)
+            if replayed and held and done:
+                inputs = [i for r in self.rows for i in r.inputs if i[0] in stats]
+                samples = {m: stats[i[0]].held_rows[:128] for i in inputs for m in i}
+                self.remarks.append(learn_block(self.model, block, done, held, self.learn.settings, samples))
             if self.folder:
                 self.folder.save(block, done)
         else:
@@ -310,7 +304,8 @@ class _Loop:
                 handles.append(self._hook(m, members[0], stats, current, seen))
         try:
             for i, record in enumerate(self.records):
-                current |= {"stratum": record.stratum(BINS), "held_out": self._held_out(i), "weight": self.weights[i]}
+                mark = stratum(record) if self.by_step else record.stratum(BINS)
+                current |= {"stratum": mark, "held_out": self._held_out(i), "weight": self.weights[i]}
                 seen.clear()
                 forward(i)
                 self.tick(1)
@@ -359,7 +354,7 @@ class _Loop:
         warnings.warn(text, stacklevel=2)
         self.remarks.append(text)
         kept = tuple(tuple(m for m in i if m not in apart) for i in row.inputs)
-        pieces = [_subset(row, kept)] + [_subset(row, ((m,),)) for m in apart]
+        pieces = [subset(row, kept)] + [subset(row, ((m,),)) for m in apart]
         at = self.rows.index(row)
         self.rows[at : at + 1] = pieces
         return pieces
@@ -368,14 +363,7 @@ class _Loop:
 def _piece(row: PlanRow, members: tuple[str, ...]) -> PlanRow:
     """The part of a row that holds these members."""
     kept = tuple(tuple(m for m in i if m in members) for i in row.inputs)
-    return row if members == row.members else _subset(row, tuple(i for i in kept if i))
-
-
-def _subset(row: PlanRow, inputs: tuple[tuple[str, ...], ...]) -> PlanRow:
-    members = tuple(m for i in inputs for m in i)
-    shapes = tuple(row.shapes[row.members.index(m)] for m in members)
-    lowrank = tuple(t for t in (tuple(m for m in s if m in members) for s in row.lowrank) if t)
-    return replace(row, members=members, shapes=shapes, inputs=inputs, lowrank=lowrank)
+    return row if members == row.members else subset(row, tuple(i for i in kept if i))
 
 
 def dequantize_model(model: nn.Module) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from dq.family import Family, find_family, matches
 from dq.linear import LinearConfig, QuantizedLinear
+from dq.qtensor import check_finite
 from dq.recipe import Recipe, Target
 from dq.registry import DQError, suggest, typed
 from dq.transforms import TRANSFORMS
@@ -68,6 +69,14 @@ class PlanRow:
         return self.elements * 1e-9 * sum(_COST.get(n, 100.0) for n in names)
 
 
+def subset(row: PlanRow, inputs: tuple[tuple[str, ...], ...]) -> PlanRow:
+    """The part of a row that has these inputs."""
+    members = tuple(m for i in inputs for m in i)
+    shapes = tuple(row.shapes[row.members.index(m)] for m in members)
+    lowrank = tuple(t for t in (tuple(m for m in s if m in members) for s in row.lowrank) if t)
+    return replace(row, members=members, shapes=shapes, inputs=inputs, lowrank=lowrank)
+
+
 def planned_config(shape: tuple[int, int], row: PlanRow) -> LinearConfig:
     """The config that the transforms of this row will end in (a searched smoothing may come out as none)."""
     found = [
@@ -81,6 +90,7 @@ def planned_config(shape: tuple[int, int], row: PlanRow) -> LinearConfig:
         sum(p.rank for p in found),
         residual=max((p.residual for p in found), default=0),
         dual=any(p.dual for p in found),
+        step_groups=row.target.step_groups,
     )
 
 
@@ -202,6 +212,7 @@ def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) 
     linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
     kinds = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear})
     others = [f"subclasses of nn.Linear stay in 16 bits: {', '.join(kinds)}"] if kinds else []
+    others += _stacked(model)
     _check_patterns(linears, skip)
     family = find_family(model)
     tied = tied_names(model)
@@ -213,6 +224,15 @@ def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) 
     unused = [r.match for r in recipe.rules if not any(matches(n, r.match) for n in linears)]
     remarks = tuple(f"recipe rule {pattern!r} matches no linear here" for pattern in unused)
     return Plan(name, recipe, family, rows, other, (*others, *remarks))
+
+
+def _stacked(model: nn.Module) -> list[str]:
+    """A remark about experts that a library keeps in one tensor [experts, N, K]: no linears, so they stay as they are."""
+    found = {n: p.numel() * 2 for n, p in model.named_parameters() if p.dim() == 3 and "expert" in n}
+    if not found:
+        return []
+    what = f"{len(found)} stacked expert weights (e.g. {next(iter(found))}) are no linears"
+    return [f"{what}: {_size(sum(found.values()))} stay in 16 bits"]
 
 
 def _why_none(targets: dict[str, tuple[Target | None, str]], recipe: Recipe) -> list[str]:
@@ -319,3 +339,18 @@ def _row(members, inputs, linears, target, reason, family: Family) -> PlanRow:
     if target is not None:
         planned_config(shapes[0], row)  # refuses now what could not be fitted later
     return row
+
+
+def check_weights(model: nn.Module, plan: Plan) -> None:
+    """Before anything runs: every weight to be quantized is there, and every parameter of the model is finite (of what
+    stays in 16 bits and of biases too: a model that computes NaN cannot be judged).
+
+    Raises:
+        DQError: naming the first that is not.
+    """
+    for name in (m for row in plan.quantized for m in row.members):
+        if model.get_submodule(name).weight.is_meta:
+            raise DQError(f"{name}.weight holds no data (offloaded, or not loaded yet): quantize before offloading")
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.itemsize > 1 and not parameter.is_meta:
+            check_finite(parameter, name)

@@ -31,9 +31,14 @@ class Target:
     rounding: str = "rtn"
     rounding_params: tuple[tuple[str, Any], ...] = ()
     bias_correction: bool = False
+    step_groups: int = 0
 
     def __post_init__(self):
         check_fields(self)
+        static = self._static and self.activations.scale_rule == "absmax"
+        if self.step_groups and not (2 <= self.step_groups <= 64 and static):
+            wants = "step_groups, from 2 to 64, go with static absmax activations such as int8/tensor"
+            raise DQError(f"{wants}; got {self.step_groups} with {self.activations}")
         _check_rounding(self.rounding, self.rounding_params)
         _check_transforms(self.transforms)
         for spec in filter(None, (self.weights, self.activations)):
@@ -49,12 +54,15 @@ class Target:
             )
 
     @property
+    def _static(self) -> bool:
+        return self.activations is not None and self.activations.strategy == "tensor"
+
+    @property
     def needs_calibration(self) -> bool:
         kinds = [(TRANSFORMS.get(n), dict(p)) for n, p in self.transforms]
-        static = self.activations is not None and self.activations.strategy == "tensor"
         weighted = bool(find_rule(self.weights).needs) or ROUNDINGS.get(self.rounding).needs_stats
         fitted = any(kind.calibrated(params) or kind.needs_gram(params) for kind, params in kinds)
-        return self.bias_correction or static or weighted or fitted
+        return self.bias_correction or self._static or weighted or fitted
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Target:
@@ -65,11 +73,11 @@ class Target:
         if weights is None:
             raise DQError("a recipe section needs weights, e.g. weights = 'int8/channel'")
         activations, rounding = _spec(data.pop("activations", None)), _rounding(data.pop("rounding", "rtn"))
-        bias = data.pop("bias_correction", False)
+        bias, groups = data.pop("bias_correction", False), data.pop("step_groups", 0)
         if data:
-            known = ("weights", "activations", "transforms", "rounding", "bias_correction")
+            known = ("weights", "activations", "transforms", "rounding", "bias_correction", "step_groups")
             raise DQError(f"unknown recipe word {min(data)!r}{suggest(min(data), known)}")
-        return cls(weights, activations, transforms, *rounding, bias)
+        return cls(weights, activations, transforms, *rounding, bias, groups)
 
     def to_dict(self) -> dict[str, Any]:
         out: dict[str, Any] = {"weights": self.weights.to_dict()}
@@ -79,6 +87,8 @@ class Target:
             out["transforms"] = [{"name": n, **dict(p)} for n, p in self.transforms]
         if self.bias_correction:
             out["bias_correction"] = True
+        if self.step_groups:
+            out["step_groups"] = self.step_groups
         if self.rounding_params:
             return out | {"rounding": {"name": self.rounding, **dict(self.rounding_params)}}
         return out | ({"rounding": self.rounding} if self.rounding != "rtn" else {})
@@ -221,6 +231,44 @@ class Auto:
 
 
 @dataclass(frozen=True)
+class Reconstruct:
+    """Learns the rounding of each block's linears together, against the block's output; see dq.reconstruct.
+
+    Attributes:
+        iters, lr, strength, warmup: of the learning.
+        records: how many calls of the block it uses.
+    """
+
+    iters: int = 200
+    lr: float = 0.1
+    strength: float = 10.0
+    warmup: float = 0.2
+    records: int = 16
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.iters < 1 or self.records < 1 or self.lr <= 0 or self.strength < 0 or not 0 <= self.warmup < 1:
+            raise DQError(
+                "reconstruct takes iters and records from 1, lr above 0, strength from 0 and warmup from 0 to below 1"
+            )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the learning."""
+        return {k: v for k, v in vars(self).items() if k != "records"}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Reconstruct | None:
+        if data is None:
+            return None
+        data = typed(data, dict, "reconstruct is a table, e.g. reconstruct = { iters = 200 }")
+        unknown, known = set(data) - {f.name for f in fields(cls)}, [f.name for f in fields(cls)]
+        if unknown:
+            raise DQError(f"unknown word {min(unknown)!r} in reconstruct{suggest(min(unknown), known)}")
+        return cls(**data)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """How a model is quantized.
 
@@ -242,6 +290,7 @@ class Recipe:
     description: str = ""
     auto: Auto | None = None
     rewrites: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
+    reconstruct: Reconstruct | None = None
 
     def __post_init__(self):
         check_fields(self)
@@ -257,7 +306,8 @@ class Recipe:
     def needs_calibration(self) -> bool:
         targets = [self.linear, self.modulation, *(r.target for r in self.rules)]
         batches = any(REWRITES.get(name).needs_batches for name, _ in self.rewrites)
-        return batches or self.auto is not None or any(t.needs_calibration for t in targets if t is not None)
+        whole = self.auto is not None or self.reconstruct is not None
+        return batches or whole or any(t.needs_calibration for t in targets if t is not None)
 
     def with_(self, **changes: Any) -> Recipe:
         """A copy with some fields changed, e.g. `recipe.with_(min_features=16)`."""
@@ -281,6 +331,7 @@ class Recipe:
             modulation=None if modulation is None else Target.from_dict(modulation),
             rules=tuple(_rule(r) for r in typed(data.pop("rules", []), (list, tuple), "each rule begins [[rules]]")),
             auto=auto,
+            reconstruct=Reconstruct.from_dict(data.pop("reconstruct", None)),
             rewrites=_named(data.pop("rewrites", []), "rewrite", "rewrites is a list of names or tables"),
             **data,
         )
@@ -298,6 +349,8 @@ class Recipe:
             out["rewrites"] = [{"name": n, **dict(p)} for n, p in self.rewrites]
         if self.auto is not None:
             out["auto"] = self.auto.to_dict()
+        if self.reconstruct is not None:
+            out["reconstruct"] = vars(self.reconstruct).copy()
         return out | {"min_features": self.min_features, "multiple": self.multiple}
 
     @classmethod

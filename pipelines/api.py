@@ -93,6 +93,7 @@ def quantize(
     device: Any = None,
     resume: str | None = None,
     activations: str | None = None,
+    sequential: bool = False,
     progress: bool | Callable[..., Any] = True,
 ) -> QuantizeReport:
     """Quantizes a pipeline's denoisers, or a model, in place.
@@ -107,6 +108,7 @@ def quantize(
         device: where transforms and rounding are computed; default: where the weights are.
         resume: folder for finished blocks; calling again with it continues after an interruption, with the same bits.
         activations: `faithful` or `native` activation grid at run time; default: native on a GPU, faithful on a CPU.
+        sequential: calibrate every block on what the quantized blocks before it give, not the 16-bit ones.
         progress: False for no bars, or a callable with tqdm's signature.
 
     Raises:
@@ -133,8 +135,10 @@ def quantize(
         if plans[name].recipe.rewrites:
             plans[name] = _rewritten(model, plans[name], found, skip)
         folder = f"{resume}/{name}" if resume and name else resume
+        prefix = "quantized" if typed(sequential, bool, "sequential is True or False") else "fp"
+        described = described | ({"sequential": True} if sequential and found else {})
         reports[name] = quantize_model(
-            model, plans[name], found, device=device, resume=folder, calibration=described, progress=bar
+            model, plans[name], found, device=device, resume=folder, prefix=prefix, calibration=described, progress=bar
         )
         for layer in quantized_linears(model).values():
             layer.activations_mode = activations or "auto"
