@@ -1,12 +1,18 @@
 """Every kernel of dq.kernels.gemm compiles for each generation that its backend declares, to the instructions meant."""
 
+import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 GENERATIONS = (80, 89, 90, 100, 120)
+_SPEC = importlib.util.spec_from_file_location("dq_tests_compiling", Path(__file__).with_name("compiling.py"))
+compiling = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(compiling)
+_products = compiling.products
 
 
 @pytest.fixture(autouse=True)
@@ -17,15 +23,9 @@ def _own_cache(tmp_path, monkeypatch):
 def _ptx(module: str, name: str, generation: int, types: dict, constants: dict, **options) -> str:
     from importlib import import_module
 
-    from tests.kernels.compiling import ptx
-
-    return ptx(getattr(import_module(f"dq.kernels.gemm.jit.{module}"), name), generation, types, constants, **options)
-
-
-def _products(text: str) -> set[str]:
-    from tests.kernels.compiling import products
-
-    return products(text)
+    return compiling.ptx(
+        getattr(import_module(f"dq.kernels.gemm.jit.{module}"), name), generation, types, constants, **options
+    )
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
