@@ -61,7 +61,9 @@ def _launch(codes, scale, unit, up, kind, group, rows, k, width, dtype) -> tuple
     sizes = (n, k, groups)
     options = dict(
         KIND=KINDS.index(kind), SCALE=scale_kind(scale), UNIT=unit_kind(unit), FP8=native_fp8(codes.device),
-        GROUPS=_pow2(groups), RANK=_pow2(rank) if rank else 0, EXTRA=_pow2(extra) if extra else 0, num_warps=4,
+        # E4M3 scales need no row maximum: one compiled kernel for every K.
+        GROUPS=1 if scale_kind(scale) == 1 else _pow2(groups), RANK=_pow2(rank) if rank else 0,
+        EXTRA=_pow2(extra) if extra else 0, num_warps=4,
     )  # fmt: skip
     size = (group if groups > 1 else 0) or 64  # elements that a tile takes at one scale
     words = dtype == torch.float8_e4m3fn and capability(codes.device) >= (8, 9) and not (k % 8 or width % 4)
@@ -97,7 +99,7 @@ def _launch_words(codes, data, base, sizes, rank, width, rows, size, options) ->
 
     scale, unit, up, out = data
     # Where the largest scale of a row is needed, a program is one row, which finds it alone.
-    one = options["GROUPS"] > 1 and options["SCALE"] != 1
+    one = options["GROUPS"] > 1
     rest = dict(BN=1, BG=max(1, 2048 // size), num_warps=2) if one else dict(BN=4, BG=max(1, 1024 // size))
     tile, options = dict(WORDS=size // 8), options | rest
     steps = -(-sizes[1] // (size * options["BG"]))

@@ -110,7 +110,7 @@ def _scaled(value, factor, TARGET: tl.constexpr, FP8: tl.constexpr, out_ptr):
         return (value * factor).to(out_ptr.dtype.element_ty)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "rank", "steps"])
 def expand_kernel(
     codes_ptr, scale_ptr, unit_ptr, up_ptr, out_ptr, base_ptr,
     n, k, groups, stride, rank, width, rows_per_scale, steps,

@@ -167,7 +167,7 @@ def _merged(total, partial_ptr, counter_ptr, n, m, row, token, split):
     tile, mine = tl.program_id(0), tl.program_id(1)
     at = partial_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
     inside = (row < n)[:, None] & (token < m)[None, :]
-    size = tl.full((), 1, tl.int64) * m * n  # m and n may be constants
+    size = tl.full((), 1, tl.int64) * m * n  # 64 bits, whatever m and n are
     tl.store(at + mine * size, total, mask=inside)
     tl.debug_barrier()
     last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == split - 1
@@ -179,7 +179,7 @@ def _merged(total, partial_ptr, counter_ptr, n, m, row, token, split):
     return total, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m", "steps", "split"])
 def gemv_kernel(
     x_ptr, w_ptr, scale_ptr, unit_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr,
     m, n, k, groups, stride, rows_per_scale, steps, split,
