@@ -3,7 +3,8 @@
 Weights rest in 4 bits, the GEMM runs at the speed of FP8. Low rank and residual channels are further columns of the
 same product. Such GPUs have no 4-bit tensor cores, so 4-bit activations would buy no speed:
 
-    expand-fp8            activations in FP8, one scale per token
+    expand-fp8            activations in FP8, one scale per token; up to 16 rows in 16 bits: there the bytes of the
+                          weights decide, so these are decoded in registers instead
     expand-fp8-faithful   activations on the recipe's own 4-bit grid, `element * block scale` rounded to E4M3
 """
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dq.kernels.backends.scaled_mm import refuse_fp8
-from dq.kernels.gemm import gemm, layout, rows
+from dq.kernels.backends.weight_only import run_16bit
+from dq.kernels.gemm import gemm, gemv, layout, rows
 from dq.kernels.gemm.expand import expand
 from dq.ops import BACKENDS, Backend, LinearParams, own_grid
 
@@ -49,9 +51,11 @@ def _width(params: LinearParams) -> int:
 
 
 def _run(x: Tensor, params: LinearParams, faithful: bool) -> Tensor:
-    """x [M, K] -> [M, N]; products in E4M3, accumulation in float32, one rounding to BF16."""
+    """x [M, K] -> [M, N]; products in E4M3, accumulation in float32, one rounding to BF16; few rows: see the module."""
     if not len(x):
         return x.new_zeros(0, params.weight.shape[0])
+    if not faithful and len(x) <= gemv.LIMIT:
+        return run_16bit(x, params)
     low = None if params.down is None else x.to(params.down.dtype) @ params.down.T
     grid, width = params.activations if faithful else rows.FP8, _width(params)
     residual, dual = getattr(params, "residual", 0), getattr(params, "dual", False)
@@ -62,8 +66,8 @@ def _run(x: Tensor, params: LinearParams, faithful: bool) -> Tensor:
 
 BACKENDS.register(
     Backend(
-        "expand-fp8", 90, partial(_refuse, faithful=False), partial(_run, faithful=False), lambda params: str(rows.FP8),
-        faithful=False,
+        "expand-fp8", 90, partial(_refuse, faithful=False), partial(_run, faithful=False),
+        lambda params: f"{rows.FP8}, 16-bit up to {gemv.LIMIT} rows", faithful=False,
     )
 )  # fmt: skip
 BACKENDS.register(
