@@ -23,6 +23,7 @@ _LAZY = {
     "plan": "dq.pipelines.api",
     "quantize": "dq.pipelines.api",
     "dequantize": "dq.pipelines.api",
+    "fold": "dq.pipelines.api",
     "demo_path": "dq.pipelines.demo",
     "demo_kwargs": "dq.pipelines.demo",
     "demo_prompts": "dq.pipelines.demo",

@@ -65,9 +65,8 @@ def _first_line(text: str | None) -> str:
 
 
 def _transforms() -> list[str]:
-    return [
-        f"{t.name:<22} {_first_line(t.fit.__doc__)}{' Needs calibration.' if t.needs_stats else ''}" for t in TRANSFORMS
-    ]
+    asks = {True: " Needs calibration.", False: ""}
+    return [f"{t.name:<22} {_first_line(t.fit.__doc__)}{asks[t.calibrated({})]}" for t in TRANSFORMS]
 
 
 def _roundings() -> list[str]:

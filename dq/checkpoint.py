@@ -88,7 +88,12 @@ def prepare_model(model: nn.Module, config: dict[str, Any], dtype: torch.dtype, 
         if not 0 <= kind < len(kinds):
             raise DQError(f"{damaged}{name!r} refers to kind {kind} of {len(kinds)}")
         new = QuantizedLinear(
-            old.in_features, old.out_features, kinds[kind], bias=old.bias is not None, dtype=dtype, device=device
+            old.in_features,
+            old.out_features,
+            kinds[kind],
+            bias=old.bias is not None or kinds[kind].shifted,
+            dtype=dtype,
+            device=device,
         )
         new.sqnr_db = entry.get("sqnr_db")
         model.set_submodule(name, new.train(old.training))

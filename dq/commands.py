@@ -298,6 +298,40 @@ def bench_quantize(args: argparse.Namespace) -> None:
     _write_json(result, args.json)
 
 
+def bench_methods(args: argparse.Namespace) -> None:
+    """`dq bench methods`."""
+    from dq import checks
+    from dq.eval.bench import methods
+    from dq.eval.environment import describe
+    from dq.showcase import bench_methods as run
+
+    if args.list:
+        print("\n".join(methods.names()))
+        return
+    _check_reports(args)
+    table = run(args.only, outliers=args.outliers, prompts=args.prompts, records=args.records, device=args.device)
+    title = (
+        f"demo model{' with injected outliers' if args.outliers else ''}, {args.records} calls, {args.prompts} images"
+    )
+    print(title, methods.text(table), sep="\n")
+    if args.markdown:
+        methods.write_markdown(table, title, args.markdown)
+    _write_json({"title": title, "methods": table, "environment": describe(checks.device(args.device))}, args.json)
+
+
+def bench_calibration(args: argparse.Namespace) -> None:
+    """`dq bench calibration`."""
+    from dq.showcase import bench_calibration as run
+
+    _check_reports(args)
+    table = run(args.recipe, prompts=args.prompts, records=args.records, device=args.device)
+    for row in table:
+        scores = "  ".join(f"{n} {s['value']:.4g} ({s['low']:.3g} to {s['high']:.3g})" for n, s in row.items()
+                           if isinstance(s, dict) and s["low"] is not None)  # fmt: skip
+        print(f"{row['calibrated on']:<26} {row['records']:>4} records  {scores}")
+    _write_json({"recipe": args.recipe, "rows": table}, args.json)
+
+
 def bench_kernels(args: argparse.Namespace) -> None:
     """`dq bench kernels`."""
     from dq import checks

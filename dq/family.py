@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 
 from torch import nn
 
@@ -36,6 +38,26 @@ MODULATION: tuple[str, ...] = (
 
 
 @dataclass(frozen=True)
+class Fold:
+    """Where the division of an input by a smoothing factor can go, see dq.folding. Names are patterns as in `Family`.
+
+    Attributes:
+        kind: `modulation`: a linear that makes shift and scale of `LN(x) * (1 + scale) + shift`; `rows`: a linear whose
+            rows are the input's channels (values of an attention, the linear half of a GLU); `norm`: an affine norm.
+        consumers: all linears that read the input; it is exact only if every one of them has the same factor.
+        producers: what makes the input, or parts of it along the tokens.
+        chunks: equal parts of a producer's rows, each as wide as the input.
+        at: the chunks to divide: (shift, scale) of a modulation, any number of a linear's.
+    """
+
+    kind: str
+    consumers: tuple[str, ...]
+    producers: tuple[str, ...]
+    chunks: int = 1
+    at: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
 class Family:
     """An architecture as data; all patterns are fnmatch patterns over module names, `*` standing for a block index.
 
@@ -49,6 +71,7 @@ class Family:
         k_parts: linear -> linears whose out_features are the widths of the parts of its concatenated input.
         high_precision: (regex, reason) pairs, beside or instead of the default ones.
         modulation: regexes of linears that turn the timestep embedding into scales and shifts: weight-only.
+        folds: where smoothing factors can be folded into what makes the input.
         keep_outputs: True if a block may read outputs of blocks before its predecessor (skip connections).
         assumed: sentence printed with the plan when the family was guessed, else "".
     """
@@ -62,6 +85,7 @@ class Family:
     k_parts: tuple[tuple[str, tuple[str, ...]], ...] = ()
     high_precision: tuple[tuple[str, str], ...] = HIGH_PRECISION
     modulation: tuple[str, ...] = MODULATION
+    folds: tuple[Fold, ...] = ()
     keep_outputs: bool = False
     assumed: str = ""
 
@@ -97,6 +121,14 @@ class Family:
             if found is not None:
                 return tuple(fill(p, found) for p in parts)
         return ()
+
+    def folds_in(self, names: Iterable[str]) -> Iterator[Fold]:
+        """Every fold, once for each of the given modules that its first consumer matches, with its indices filled."""
+        for fold, name in product(self.folds, list(names)):
+            found = match_indices(fold.consumers[0], name)
+            if found is not None:
+                consumers, producers = (tuple(fill(p, found) for p in s) for s in (fold.consumers, fold.producers))
+                yield replace(fold, consumers=consumers, producers=producers)
 
 
 def match_indices(pattern: str, name: str) -> tuple[str, ...] | None:

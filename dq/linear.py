@@ -12,7 +12,7 @@ from dq.ops import Choice, LinearParams, choose_backend
 from dq.qtensor import QTensor
 from dq.registry import DQError
 from dq.spec import QuantSpec
-from dq.transforms import TRANSFORMS, Step
+from dq.transforms import TRANSFORMS, Step, apply_steps
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class LinearConfig:
         steps: (transform name, params) per input step.
         rank: rank of the low-rank branch, 0 for none.
         side_dtype: dtype of its factors.
+        residual: number S of residual channels; the weight is stored K + S wide, or K + 2 S if `dual`.
     """
 
     weights: QuantSpec
@@ -31,6 +32,13 @@ class LinearConfig:
     steps: tuple[tuple[str, dict[str, Any]], ...] = ()
     rank: int = 0
     side_dtype: str = "bfloat16"
+    residual: int = 0
+    dual: bool = False
+
+    @property
+    def extra(self) -> int:
+        """Columns of the stored weight beyond K."""
+        return self.residual * (1 + self.dual)
 
     def to_dict(self) -> dict[str, Any]:
         out: dict[str, Any] = {"weights": self.weights.to_dict()}
@@ -40,6 +48,8 @@ class LinearConfig:
             out["steps"] = [[n, p] for n, p in self.steps]
         if self.rank:
             out |= {"rank": self.rank, "side_dtype": self.side_dtype}
+        if self.residual:
+            out |= {"residual": self.residual, "dual": self.dual}
         return out
 
     @classmethod
@@ -54,28 +64,32 @@ class LinearConfig:
         return cls(**data | grids | {"steps": steps})
 
     @property
+    def shifted(self) -> bool:
+        """Whether the input steps add a constant: such a layer has a bias, whatever its 16-bit original had."""
+        return any(name == "shift" for name, _ in self.steps)
+
+    @property
     def static(self) -> bool:
         """Whether activations are rounded at one calibrated scale instead of one per token."""
         return self.activations is not None and self.activations.strategy == "tensor"
 
     def tensors(self, rows: int, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Every buffer of a [rows, width] linear: name -> (shape, dtype). The one place that fixes names and layout."""
-        spec = self.weights
+        spec, wide = self.weights, width + self.extra
         out = {
-            "qweight": ((rows, spec.fmt.packed_width(spec.padded_width(width))), spec.fmt.storage),
-            "weight_scale": (spec.scale_shape(rows, width), spec.scale_dtype),
+            "qweight": ((rows, spec.fmt.packed_width(spec.padded_width(wide))), spec.fmt.storage),
+            "weight_scale": (spec.scale_shape(rows, wide), spec.scale_dtype),
         }
-        second = spec.global_shape(rows, width)
+        second = spec.global_shape(rows, wide)
         if second is not None:
             out["weight_global_scale"] = (second, torch.float32)
         if spec.has_zero_point:
-            out["weight_zero_point"] = (spec.scale_shape(rows, width), torch.uint8)
+            out["weight_zero_point"] = (spec.scale_shape(rows, wide), torch.uint8)
         if self.static:
             out["input_scale"] = ((1, 1), torch.float32)
         for name, params in self.steps:
-            buffers = TRANSFORMS.get(name).buffers
-            for key, shape in (buffers(width, params) if buffers else {}).items():
-                out[f"{name}_{key}"] = (shape, torch.float32)
+            for key, kind in TRANSFORMS.get(name).tensors(width, params).items():
+                out[f"{name}_{key}"] = kind
         if self.rank:
             dtype = getattr(torch, self.side_dtype)
             out |= {"lowrank_down": ((self.rank, width), dtype), "lowrank_up": ((rows, self.rank), dtype)}
@@ -122,17 +136,22 @@ class QuantizedLinear(nn.Linear):
         bias=None,
         dtype=torch.bfloat16,
         input_scale=None,
+        residual=0,
+        dual=False,
     ):
-        """A layer from finished parts: `QTensor`, `Step`s, (down, up), bias [N], static activation scale [1, 1]."""
+        """A layer from finished parts: `QTensor`, `Step`s, (down, up), bias [N], static activation scale [1, 1], and
+        how many residual channels the weight has."""
         dtype_name = "bfloat16" if side is None else str(side[0].dtype).removeprefix("torch.")
-        pairs = tuple((s.name, dict(s.params)) for s in steps)
-        config = LinearConfig(weight.spec, activations, pairs, 0 if side is None else len(side[0]), dtype_name)
-        n, k = weight.shape
+        pairs, rank = tuple((s.name, dict(s.params)) for s in steps), 0 if side is None else len(side[0])
+        config = LinearConfig(weight.spec, activations, pairs, rank, dtype_name, residual, dual)
+        n, k = weight.shape[0], weight.shape[1] - config.extra
         layer = cls(k, n, config, bias=bias is not None, dtype=dtype, device="meta")
         parts = {"qweight": weight.codes, "weight_scale": weight.scale, "weight_global_scale": weight.global_scale}
         parts |= {"weight_zero_point": weight.zero_point, "input_scale": input_scale}
         # Copies: layers of one group share these values, and a checkpoint must not hold aliased tensors.
-        parts |= {f"{s.name}_{key}": t.to(torch.float32).clone() for s in steps for key, t in s.tensors.items()}
+        for s in steps:
+            kinds = TRANSFORMS.get(s.name).tensors(k, s.params)
+            parts |= {f"{s.name}_{key}": t.to(kinds[key][1]).clone() for key, t in s.tensors.items()}
         if side is not None:
             parts |= {"lowrank_down": side[0], "lowrank_up": side[1]}
         for name in layer._buffers:
@@ -155,7 +174,7 @@ class QuantizedLinear(nn.Linear):
     @property
     def qtensor(self) -> QTensor:
         """The quantized W' (views of the buffers)."""
-        shape = (self.out_features, self.in_features)
+        shape = (self.out_features, self.in_features + self.config.extra)
         scale2 = getattr(self, "weight_global_scale", None)
         zero = getattr(self, "weight_zero_point", None)
         return QTensor(self.qweight, self.weight_scale, scale2, self.config.weights, shape, zero)
@@ -165,8 +184,7 @@ class QuantizedLinear(nn.Linear):
         """The input steps with their tensors."""
         out = []
         for name, params in self.config.steps:
-            buffers = TRANSFORMS.get(name).buffers
-            keys = buffers(self.in_features, params) if buffers else ()
+            keys = TRANSFORMS.get(name).tensors(self.in_features, params)
             out.append(Step(name, {k: getattr(self, f"{name}_{k}") for k in keys}, params))
         return out
 
@@ -174,7 +192,8 @@ class QuantizedLinear(nn.Linear):
     def params(self) -> LinearParams:
         down, up = getattr(self, "lowrank_down", None), getattr(self, "lowrank_up", None)
         scale = getattr(self, "input_scale", None)
-        return LinearParams(self.qtensor, self.config.activations, self.steps, down, up, self.bias, scale)
+        c = self.config
+        return LinearParams(self.qtensor, c.activations, self.steps, down, up, self.bias, scale, c.residual, c.dual)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N] in the dtype of x."""
@@ -192,9 +211,22 @@ class QuantizedLinear(nn.Linear):
             self._choice = (key, choose_backend(params or self.params, device, dtype, self.activations_mode))
         return self._choice[1]
 
+    def _transformed_weight(self) -> Tensor:
+        """W' [N, K] as it is executed, float32."""
+        wide = self.qtensor.dequantize()
+        w, s = wide[:, : self.in_features], self.config.residual
+        return torch.cat([w[:, :-s], w[:, -s:] + wide[:, -s:]], 1) if self.config.dual else w
+
+    def constant(self) -> Tensor | None:
+        """[N] float32, `W' pre(0)`: what a shifted input adds to the output, and the bias takes off; None without."""
+        if not self.config.shifted:
+            return None
+        zero = torch.zeros(1, self.in_features, device=self.qweight.device)
+        return (apply_steps(zero, self.steps) @ self._transformed_weight().T)[0]
+
     def dequantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """The raw-basis weight [N, K] that this layer stands for: W' moved back through the input steps, plus L."""
-        w = self.qtensor.dequantize()
+        w = self._transformed_weight()
         for step in reversed(self.steps):
             w = TRANSFORMS.get(step.name).unweight(w, step.tensors, step.params)
         if self.config.rank:
@@ -224,6 +256,7 @@ class QuantizedLinear(nn.Linear):
     def extra_repr(self) -> str:
         c = self.config
         extra = "".join(f", {n}" for n, _ in c.steps) + (f", rank={c.rank}" if c.rank else "")
+        extra += f", residual={c.residual}{' dual' if c.dual else ''}" if c.residual else ""
         return f"{self.in_features}, {self.out_features}, weights={c.weights}, activations={c.activations}{extra}"
 
 
@@ -277,14 +310,25 @@ def layer_info(model: nn.Module) -> list[LayerInfo]:
     rows = LayerTable()
     for name, m in quantized_linears(model).items():
         c, ran = m.config, m._choice[1].backend if m._choice else None
-        transforms = ", ".join([n for n, _ in c.steps] + ([f"low rank {c.rank}"] if c.rank else []))
+        parts = [n for n, _ in c.steps] + ([f"low rank {c.rank}"] if c.rank else [])
+        parts += [f"{'dual ' if c.dual else ''}residual {c.residual}"] if c.residual else []
         n, k = m.out_features, m.in_features
         nbytes = sum(t.numel() * t.element_size() for t in m._buffers.values())
         backend, grid = (ran.name, ran.grid(m.params)) if ran else ("", "")
         act = None if c.activations is None else str(c.activations)
         rows.append(
             LayerInfo(
-                name, (n, k), str(c.weights), act, transforms, nbytes, 2 * n * k, backend, grid, m.calls, m.sqnr_db
+                name,
+                (n, k),
+                str(c.weights),
+                act,
+                ", ".join(parts),
+                nbytes,
+                2 * n * k,
+                backend,
+                grid,
+                m.calls,
+                m.sqnr_db,
             )
         )
     return rows

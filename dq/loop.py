@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,19 +12,17 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from dq.auto import FLOOR, ChoiceTable, cautious, choose, decided, reference_score, score_row, undecided
 from dq.checkpoint import artifact_meta
+from dq.group import quantize_row
 from dq.linear import LayerInfo, QuantizedLinear, layer_info, quantized_linears
-from dq.ops import reference_qlinear
 from dq.planning import Plan, PlanRow, model_bytes
-from dq.qtensor import check_finite, choose_scale, executed_amax
-from dq.records import Record
+from dq.qtensor import check_finite
+from dq.records import Record, outputs, relative_error
 from dq.registry import DQError
 from dq.replay import Replay, call, call_order, device_of
 from dq.resume import ResumeFolder
-from dq.rounding import ROUNDINGS
 from dq.stats import Stat
-from dq.transforms import TRANSFORMS, GroupState, apply_steps
-from dq.transforms.lowrank import auto_rank
 
 BINS = 4
 LOST_DB = 3.0  # a layer whose error is half as strong as its signal
@@ -42,6 +39,7 @@ class QuantizeReport:
         bytes_before, bytes_after: of all parameters and buffers, the former in 16 bits.
         plan: what was planned (after groups were verified).
         calibration: what was used, JSON-clean; {} for data-free.
+        choices: of an `auto` recipe: what every group took, and by how much (printable), else None.
     """
 
     recipe: str
@@ -51,6 +49,7 @@ class QuantizeReport:
     bytes_after: int
     plan: Plan
     calibration: dict[str, Any] = field(default_factory=dict)
+    choices: ChoiceTable | None = None
 
     def __str__(self) -> str:
         worst = sorted((x for x in self.layers if x.sqnr_db is not None), key=lambda x: x.sqnr_db)[:3]
@@ -96,6 +95,7 @@ def quantize_model(
     check_weights(model, plan)
     loop = _Loop(model, plan, list(records), device, prefix, calibration or {}, resume)
     with torch.no_grad(), progress(total=loop.steps, desc=plan.recipe.name, unit="step") as bar:
+        choices = loop.choose(bar.update) if plan.recipe.auto else None
         loop.run_all(bar.update)
     model.dq_artifact = artifact_meta(model, plan, calibration or {})
     seconds, plan = time.perf_counter() - start, replace(plan, rows=tuple(loop.rows), remarks=tuple(loop.remarks))
@@ -106,7 +106,8 @@ def quantize_model(
             f"almost nothing is left of {len(lost)} linears (SQNR below {LOST_DB} dB), e.g. {lost[0]}: values too small"
         )
         warnings.warn(what + " for its scales, or outliers; skip it or take another grid", stacklevel=2)
-    return QuantizeReport(plan.recipe.name, seconds, layers, before, model_bytes(model), plan, calibration or {})
+    after = model_bytes(model)
+    return QuantizeReport(plan.recipe.name, seconds, layers, before, after, plan, calibration or {}, choices)
 
 
 def check_weights(model: nn.Module, plan: Plan) -> None:
@@ -130,6 +131,9 @@ class _Loop:
     def __init__(self, model, plan: Plan, records, device, prefix, calibration, resume):
         self.model, self.plan, self.records, self.device, self.prefix = model, plan, records, device, prefix
         self.rows, self.remarks = list(plan.rows), list(plan.remarks)
+        self.calibration, self.gram, self.auto = calibration or {}, {}, plan.recipe.auto
+        self.weights = [r.weight for r in self.records]
+        self.survey = False  # whether candidates are being compared
         self.split: dict[str, str] = {}  # linear -> the one whose input it was thought to share, and does not
         self.folder = ResumeFolder(resume, model, plan, calibration | {"prefix": prefix}) if resume else None
         blocks = [b for b in plan.blocks() if b]
@@ -147,7 +151,10 @@ class _Loop:
     @property
     def steps(self) -> int:
         """Rows to quantize plus model or block runs of calibration: the units of the progress bar."""
-        return len(self.plan.quantized) + len(self.records) * (len(self.replay.order) + self.observe)
+        passes = 2 if self.auto else 1
+        weighed = 1 + self.auto.rounds * self.auto.records if self.auto else 0
+        runs = len(self.records) * (len(self.replay.order) + self.observe)
+        return len(self.plan.quantized) * (1 + weighed) + passes * runs
 
     def run_all(self, tick: Callable[[int], Any]) -> None:
         """Runs every block, then puts the finished layers into the model."""
@@ -159,6 +166,82 @@ class _Loop:
             self.run(block)
         while self.done:
             self._swap(dict([self.done.popitem()]))
+
+    def choose(self, tick: Callable[[int], Any]) -> ChoiceTable:
+        """Lets the rows of an `auto` recipe take their targets: candidates scored block by block, groups weighed on the
+        model's output, bytes spent by `auto.choose`. A resume folder remembers the outcome."""
+        self.tick = tick
+        free = undecided(self.plan)
+        known = self.folder.load_choices() if self.folder else None
+        if known is not None:
+            table = ChoiceTable.from_list(known)
+            pieces = [_piece(next(r for r in free if c.members[0] in r.members), c.members) for c in table]
+            self._decide(decided(pieces, table, self.auto))
+            return table
+        self.survey = True
+        found: dict[tuple[str, ...], tuple] = {}
+        if self.observe:
+            outside = [r for r in free if not self.replay.order or r.block == ""]
+            self.whole = self._collect(outside, self._call)
+        for block in self.schedule:
+            rows, stats = [r for r in free if r.block == block], self.whole
+            if self.replay.order and block:
+                stats = self._collect(rows, lambda i, b=block: self._step(b, i))
+            for part in [p for row in rows for p in self._verified(row, stats)]:
+                found[part.members] = score_row(self.model, part, stats, self.auto, self.device)
+                self.tick(1)
+        held = [i for i in range(len(self.records)) if self._held_out(i)] or list(range(len(self.records)))
+        self.replay, self.survey, self.whole = self.replay.fresh(), False, {}
+        held = held[:: max(1, len(held) // self.auto.records)][: self.auto.records]
+        return self._allocate([r for r in self.rows if r.members in found], found, held)
+
+    def _allocate(self, rows: list[PlanRow], found: dict[tuple[str, ...], tuple], held: list[int]) -> ChoiceTable:
+        """Spends the bytes, by how much the model's output gains from each group when all are quantized."""
+        scores = [found[r.members][0] for r in rows]
+        current = [reference_score(s).candidate for s in scores]
+        clean = {i: outputs(self._call(i)) for i in held}
+        for _ in range(self.auto.rounds):
+            layers = [found[r.members][1][name] for r, name in zip(rows, current, strict=True)]
+            errors = [
+                next(s.error for s in group if s.candidate == n) for group, n in zip(scores, current, strict=True)
+            ]
+            gains = self._gains(layers, clean)
+            weights = [gain / max(error, 1e-30) for gain, error in zip(gains, errors, strict=True)]
+            taken, table = choose(rows, scores, weights, self.auto)
+            current = [c.winner for c in table]
+        if self.folder:
+            self.folder.save_choices(table.to_list())
+        self._decide(taken)
+        return table
+
+    def _gains(self, layers: list[dict[str, QuantizedLinear]], clean: dict[int, list[Tensor]]) -> list[float]:
+        """How much the error of the model's output falls when one group after the other gets its 16-bit linears back
+        and all others stay quantized: errors of consecutive layers do not add up, so each is measured beside the rest.
+        """
+
+        def wrong() -> Tensor:
+            return torch.tensor([relative_error(outputs(self._call(i)), y) for i, y in clean.items()])
+
+        originals = [self._swap(mine) for mine in layers]
+        try:
+            base, gains = wrong(), []
+            for mine in originals:
+                quantized = self._swap(mine)
+                gains.append(cautious(base - wrong()))
+                self._swap(quantized)
+                self.tick(len(clean))
+        finally:
+            for mine in originals:
+                self._swap(mine)
+        return [max(gain, FLOOR * float(base.mean()) / len(gains)) for gain in gains]
+
+    def _decide(self, taken: list[PlanRow]) -> None:
+        """Puts decided rows (or pieces of rows) in the place of the rows they came from."""
+        first, new = {r.members[0]: r for r in taken}, []
+        for row in self.rows:
+            pieces = [first.pop(m) for m in row.members if m in first]
+            new += pieces or [row]
+        self.rows, self.plan = new, replace(self.plan, rows=tuple(new))
 
     def _all_blocks(self) -> list[str]:
         return [n for n, _ in self.model.named_modules() if n and self.plan.family.block_of(n) == n]
@@ -199,8 +282,8 @@ class _Loop:
             self.model.set_submodule(name, layer.to(old.weight.device).train(old.training))
         return replaced
 
-    def _call(self, index: int) -> None:
-        call(self.model, self.records[index].args, self.records[index].kwargs, device_of(self.model))
+    def _call(self, index: int) -> Any:
+        return call(self.model, self.records[index].args, self.records[index].kwargs, device_of(self.model))
 
     def _step(self, block: str, index: int, keep: bool = True) -> None:
         self.replay.advance(block, index, self.replay.inputs(block, index), keep)
@@ -208,13 +291,16 @@ class _Loop:
     def _collect(self, rows: Sequence[PlanRow], forward: Callable[[int], Any]) -> dict[str, Stat]:
         """Runs all records with hooks on the rows' linears: one `Stat` per shared input, sharing checked on values."""
         stats, handles, current, seen = {}, [], {"stratum": "0/single"}, {}
+        for row in rows:
+            gram = self.auto.needs_gram if self.survey else row.target.needs_gram
+            self.gram |= dict.fromkeys(row.members, gram)
         for members in (i for r in rows for i in r.inputs):
-            stats[members[0]] = Stat(self.model.get_submodule(members[0]).in_features, name=members[0])
+            stats[members[0]] = self._stat(members[0])
             for m in members:
                 handles.append(self._hook(m, members[0], stats, current, seen))
         try:
             for i, record in enumerate(self.records):
-                current["stratum"] = record.stratum(BINS)
+                current |= {"stratum": record.stratum(BINS), "held_out": self._held_out(i), "weight": self.weights[i]}
                 seen.clear()
                 forward(i)
                 self.tick(1)
@@ -223,11 +309,19 @@ class _Loop:
                 h.remove()
         return stats
 
+    def _stat(self, name: str) -> Stat:
+        width = self.model.get_submodule(name).in_features
+        return Stat(width, name=name, want_gram=self.gram.get(name, False))
+
+    def _held_out(self, index: int) -> bool:
+        """Whether a record only scores: every fourth one, while candidates are compared."""
+        return self.survey and len(self.records) > 3 and index % 4 == 3
+
     def _hook(self, name: str, first: str, stats: dict[str, Stat], current: dict, seen: dict):
         def hook(module, args, kwargs):
             x, early = args[0] if args else next(iter(kwargs.values())), ("before", first)
             if name == first or name in self.split:
-                stats[name].update(x, current["stratum"])
+                stats[name].update(x, **current)
             elif first in seen:
                 self._compare(name, x, first, seen[first], stats, current)
             else:  # called before the linear it is compared with
@@ -243,13 +337,13 @@ class _Loop:
         """Splits the linear from its group if its input is not the one that `first` gets."""
         if x is not expected and not torch.equal(x, expected):
             self.split[name] = first
-            stats[name] = Stat(x.shape[-1], name=name)
-            stats[name].update(x, current["stratum"])
+            stats[name] = stats.get(name) or self._stat(name)
+            stats[name].update(x, **current)
 
     def _verified(self, row: PlanRow, stats: dict[str, Stat]) -> list[PlanRow]:
         """The row, or its pieces if calibration showed that inputs thought shared are not."""
         apart = [m for m in row.members if m in self.split and m in stats]
-        if not apart:
+        if not apart or len(row.members) == 1:  # alone already, since the survey of an `auto` recipe
             return [row]
         text = f"{', '.join(apart)} do not receive the same input as {self.split[apart[0]]}: treated apart"
         warnings.warn(text, stacklevel=2)
@@ -261,98 +355,17 @@ class _Loop:
         return pieces
 
 
+def _piece(row: PlanRow, members: tuple[str, ...]) -> PlanRow:
+    """The part of a row that holds these members."""
+    kept = tuple(tuple(m for m in i if m in members) for i in row.inputs)
+    return row if members == row.members else _subset(row, tuple(i for i in kept if i))
+
+
 def _subset(row: PlanRow, inputs: tuple[tuple[str, ...], ...]) -> PlanRow:
     members = tuple(m for i in inputs for m in i)
     shapes = tuple(row.shapes[row.members.index(m)] for m in members)
     lowrank = tuple(t for t in (tuple(m for m in s if m in members) for s in row.lowrank) if t)
     return replace(row, members=members, shapes=shapes, inputs=inputs, lowrank=lowrank)
-
-
-def _group_state(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device) -> GroupState:
-    """The row's weights in float32, checked for NaN/Inf."""
-    weights = {}
-    for m in row.members:
-        w = model.get_submodule(m).weight
-        check_finite(w, f"{m}.weight")
-        weights[m] = w.detach().to(device=device or w.device, dtype=torch.float32)
-    kind = model.get_submodule(row.members[0]).weight.dtype
-    rank = max(
-        (dict(p).get("rank") or auto_rank(row.shapes[0][1]) for n, p in row.target.transforms if n == "lowrank"),
-        default=0,
-    )
-    return GroupState(
-        weights,
-        row.inputs,
-        row.target.weights,
-        row.target.activations,
-        {i[0]: stats[i[0]] for i in row.inputs if i[0] in stats},
-        row.lowrank,
-        row.k_parts,
-        rank,
-        side_dtype=kind if kind in (torch.float16, torch.bfloat16) else torch.bfloat16,
-    )
-
-
-def quantize_row(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=None) -> dict[str, QuantizedLinear]:
-    """Transforms and rounds one plan row; the model itself is not touched."""
-    state = _group_state(model, row, stats, device)
-    raw = dict(state.weights)
-    for name, params in row.target.transforms:
-        TRANSFORMS.get(name).fit(state, **dict(params))
-    layers = {}
-    for members in row.inputs:
-        # Runtimes fuse linears that share an input: they must share the second-level scale, so it covers them all.
-        amax = executed_amax([state.weights[m] for m in members], row.target.weights)
-        if members and amax is None:
-            amax = torch.stack([state.weights[m].abs().amax() for m in members]).amax()
-        for m in members:
-            old, x = model.get_submodule(m), state.rows(m)
-            q = ROUNDINGS.get(row.target.rounding).round(state.weights[m], row.target.weights, x=x, amax=amax, name=m)
-            layers[m] = QuantizedLinear.build(
-                q,
-                activations=row.target.activations,
-                steps=state.steps,
-                side=state.side.get(m),
-                bias=None if old.bias is None else old.bias.to(q.codes.device),
-                dtype=old.weight.dtype,
-                input_scale=_input_scale(state, m),
-            )
-            sample = state.stats[members[0]].rows[:128].to(raw[m]) if members[0] in state.stats else None
-            layers[m].sqnr_db = sqnr_db(layers[m], raw[m], sample)
-    return layers
-
-
-def _input_scale(state: GroupState, name: str) -> Tensor | None:
-    """[1, 1] scale of a static activation grid, chosen by its rule on the calibration sample of the transformed input,
-    stretched to the largest value that any token had where the rule clips nothing.
-
-    Raises:
-        DQError: without calibration.
-    """
-    spec = state.act_spec
-    if spec is None or spec.strategy != "tensor":
-        return None
-    state.require_stats("a static activation scale")
-    rows = state.rows(name).to(torch.float32)
-    if spec.scale_rule == "absmax" and all(s.name == "smooth" for s in state.steps):
-        first = next(i[0] for i in state.inputs if name in i)
-        top = apply_steps(state.stats[first].amax().to(rows)[None], state.steps)
-        rows = torch.cat([rows, top])
-    return choose_scale(rows, spec).scale.to(torch.float32)
-
-
-def sqnr_db(layer: QuantizedLinear, weight: Tensor, x: Tensor | None) -> float | None:
-    """`10 log10(||y||^2 / ||y_q - y||^2)` of the layer's output on x [n, K], bias excluded; of its weight without x.
-    At most 300; None where the signal is zero, or beyond float32."""
-    if x is None:
-        signal, noise = weight, layer.dequantized_weight(torch.float32) - weight
-    else:
-        signal = x @ weight.T
-        noise = reference_qlinear(x, replace(layer.params, bias=None)) - signal
-    power, lost = (float(t.to(torch.float64).square().sum()) for t in (signal, noise))
-    if not power or not math.isfinite(power + lost):
-        return None
-    return round(10 * math.log10(max(power / max(lost, 1e-30 * power), 1e-30)), 3)
 
 
 def dequantize_model(model: nn.Module) -> nn.Module:
@@ -368,7 +381,9 @@ def dequantize_model(model: nn.Module) -> nn.Module:
         new = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
         new.weight = nn.Parameter(layer.dequantized_weight(), requires_grad=False)
         if layer.bias is not None:
-            new.bias = nn.Parameter(layer.bias.detach().to(layer.compute_dtype), requires_grad=False)
+            constant = layer.constant()
+            bias = layer.bias.detach() if constant is None else layer.bias.detach().to(torch.float32) + constant
+            new.bias = nn.Parameter(bias.to(layer.compute_dtype), requires_grad=False)
         model.set_submodule(name, new.train(layer.training))
     if hasattr(model, "dq_artifact"):
         del model.dq_artifact

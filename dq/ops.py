@@ -2,6 +2,9 @@
 
     y = Q_X(pre(x)) @ Q_W(W')^T + (x @ down^T) @ up^T + b
 
+With S residual channels (ARCQuant, arXiv 2601.07475), o the last S of x' = pre(x), both operands grow along K:
+`[Q(x') | Q(x'_o - Q(x')_o)] @ [Q(W') | Q(W')_o]^T`; dual adds the columns `Q(x')_o` against `Q(W'_o - Q(W')_o)`.
+
 `reference_qlinear` is the definition: plain torch, float32, any device. Backends in dq/kernels are tested against it.
 """
 
@@ -13,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dq.columns import residual_codes
 from dq.qtensor import QTensor, fake_quantize
 from dq.registry import DQError, Registry, suggest
 from dq.spec import QuantSpec
@@ -26,12 +30,14 @@ class LinearParams:
     """What a kernel needs of one quantized linear [N, K].
 
     Attributes:
-        weight: the quantized W'.
+        weight: the quantized W' [N, K], or [N, K + S] with residual channels, [N, K + 2 S] with dual ones.
         activations: grid of the input, or None for 16-bit activations (weight-only).
         steps: input steps, in order.
         down, up: low-rank factors [r, K] and [N, r] on the raw x, or None.
         bias: [N] or None.
         input_scale: float32 [1, 1], the calibrated scale of a static activation grid (strategy `tensor`), or None.
+        residual: S residual channels, 0 for none.
+        dual: whether their weight columns have a residual too.
     """
 
     weight: QTensor
@@ -41,6 +47,13 @@ class LinearParams:
     up: Tensor | None = None
     bias: Tensor | None = None
     input_scale: Tensor | None = None
+    residual: int = 0
+    dual: bool = False
+
+    @property
+    def width(self) -> int:
+        """K of the linear itself."""
+        return self.weight.shape[1] - self.residual * (1 + self.dual)
 
 
 @dataclass(frozen=True)
@@ -70,13 +83,20 @@ BACKENDS: Registry[Backend] = Registry("backend", "dq.kernels.backends")
 
 
 def pre_quantized(x: Tensor, params: LinearParams) -> Tensor:
-    """`Q_X(pre(x))` in float32 for x [..., K]."""
+    """`Q_X(pre(x))` in float32 for x [..., K], residual columns appended."""
     x = apply_steps(x.to(torch.float32), params.steps)
     if params.activations is None:
         return x
     if params.input_scale is not None:
         return params.activations.fmt.round(x / params.input_scale) * params.input_scale
-    return fake_quantize(x, params.activations)
+    q = fake_quantize(x, params.activations)
+    if not params.residual:
+        return q
+    rows, shape = q.reshape(-1, q.shape[-1]), (*q.shape[:-1], -1)
+    columns = [rows, residual_codes(x.reshape(rows.shape), rows, params.activations, params.residual)]
+    if params.dual:
+        columns.append(rows[:, -params.residual :])
+    return torch.cat(columns, 1).reshape(shape) if len(rows) else q.new_zeros(*q.shape[:-1], params.weight.shape[1])
 
 
 def reference_qlinear(x: Tensor, params: LinearParams) -> Tensor:

@@ -15,11 +15,10 @@ from dq.family import Family, find_family, matches
 from dq.linear import LinearConfig, QuantizedLinear
 from dq.recipe import Recipe, Target
 from dq.registry import DQError, suggest, typed
-from dq.transforms.lowrank import auto_rank
-from dq.transforms.rotate import group_size
+from dq.transforms import TRANSFORMS
 
 # Nanoseconds per weight element on one CPU core pair, measured with the demo model; a GPU is far faster.
-_COST = {"rtn": 25.0, "smooth": 900.0, "lowrank": 350.0, "rotate": 15.0}
+_COST = {"rtn": 25.0, "gptq": 150.0, "smooth": 900.0, "awq": 1600.0, "lowrank": 350.0, "rotate": 15.0, "arc": 5.0}
 
 
 @dataclass(frozen=True)
@@ -61,25 +60,28 @@ class PlanRow:
     @property
     def seconds(self) -> float:
         """Rough time on two CPU cores."""
-        if self.target is None:
-            return 0.0
-        names = [n for n, _ in self.target.transforms] + [self.target.rounding]
+        return 0.0 if self.target is None else self.cost(self.target)
+
+    def cost(self, target: Target) -> float:
+        """Rough seconds to quantize the row as `target` says."""
+        names = [n for n, _ in target.transforms] + [target.rounding]
         return self.elements * 1e-9 * sum(_COST.get(n, 100.0) for n in names)
 
 
 def planned_config(shape: tuple[int, int], row: PlanRow) -> LinearConfig:
     """The config that the transforms of this row will end in (a searched smoothing may come out as none)."""
-    steps, rank = [], 0
-    for name, params in row.target.transforms:
-        params = dict(params)
-        if name == "lowrank":
-            rank = min(params.get("rank") or auto_rank(shape[1]), *shape)
-        elif name == "rotate":
-            size = group_size(row.k_parts or (shape[1],), params.get("size", 0), row.members[0])
-            steps += [("rotate", {"size": size})] if size else []
-        else:
-            steps.append((name, {}))
-    return LinearConfig(row.target.weights, row.target.activations, tuple(steps), rank)
+    found = [
+        TRANSFORMS.get(name).plan(shape, row.k_parts, dict(params), row.members[0])
+        for name, params in row.target.transforms
+    ]
+    return LinearConfig(
+        row.target.weights,
+        row.target.activations,
+        tuple(step for p in found for step in p.steps),
+        sum(p.rank for p in found),
+        residual=max((p.residual for p in found), default=0),
+        dual=any(p.dual for p in found),
+    )
 
 
 def _layer_bytes(shape: tuple[int, int], row: PlanRow) -> int:
@@ -114,7 +116,9 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Rough seconds to quantize on two CPU cores, calibration runs of the pipeline not counted."""
-        return sum(r.seconds for r in self.rows)
+        tried = self.recipe.auto.candidates if self.recipe.auto else ()
+        free = [r for r in self.rows if r.target == self.recipe.linear] if tried else []
+        return sum(r.seconds for r in self.rows) + sum(r.cost(c.target) for r in free for c in tried)
 
     @property
     def peak_bytes(self) -> int:
@@ -153,8 +157,8 @@ def _lines(plan: Plan) -> list[str]:
 
 def _describe(target: Target) -> str:
     acts = "16-bit" if target.activations is None else str(target.activations)
-    parts = [n + "".join(f" {k}={v}" for k, v in p) for n, p in target.transforms]
-    return f"W {target.weights}  X {acts}  " + ", ".join([*parts, target.rounding])
+    steps = (*target.transforms, (target.rounding, target.rounding_params))
+    return f"W {target.weights}  X {acts}  " + ", ".join(n + "".join(f" {k}={v}" for k, v in p) for n, p in steps)
 
 
 def _short(names: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dq.granularity import from_blocks, pieces, to_blocks
 from dq.profiles import convention
 from dq.registry import DQError, Registry
-from dq.scales import RANGE, Blocks, divide, find_rule, rounded, step_of, storable
+from dq.scales import RANGE, Blocks, asymmetric, divide, find_rule, rounded, step_of
 from dq.scales import amax as block_amax
 from dq.spec import DOUBLE_BLOCK, QuantSpec
 
@@ -138,8 +138,8 @@ def choose_scale(
 
     Args:
         x: computed with in float32, unless the spec's profile computes in the dtype of the tensor.
-        amax: for `global_scale="tensor"`, the largest |x| that the second level must cover (float32 scalar), e.g. the
-            maximum over q, k and v so that they share it; default: this tensor's own.
+        amax: the largest |x| that the second level must cover: a float32 scalar for `global_scale="tensor"`, e.g. the
+            maximum over q, k and v so that they share it; [rows] per token. Default: this tensor's own.
         importance: float32 [K], E[x_k^2] of the input, for the weighted rules.
         hessian: float32 [K, K], E[x x^T] of the input, for `local_hessian`.
     """
@@ -175,7 +175,7 @@ def _second_level(
     if spec.global_scale is None:
         return None
     if spec.global_scale == "token":
-        whole = block_amax(part)[:, None]
+        whole = (block_amax(part) if amax is None else amax.to(part))[:, None]
     else:
         whole = (block_amax(part.reshape(1, -1)) if amax is None else amax).to(part).reshape(1)
     top = spec.fmt.max * (ceiling or RANGE[spec.scale_format][1])
@@ -237,30 +237,9 @@ def _with_statistics(blocks: Blocks, shape, importance: Tensor | None, hessian: 
 def _piece_scale(blocks: Blocks, rule) -> tuple[Tensor, Tensor]:
     """Scale and zero point of every block; blocks of zeros get the profile's choice."""
     if blocks.spec.has_zero_point:
-        return _asymmetric(blocks, rule)
+        return asymmetric(blocks, rule)
     scale = rule.choose(blocks, **dict(blocks.spec.rule_params))
     return torch.where((block_amax(blocks.x) > 0) & (scale > 0), scale, convention(blocks.spec).zero), scale
-
-
-def _asymmetric(blocks: Blocks, rule) -> tuple[Tensor, Tensor]:
-    """`s = (max - min) / n`, `z = clip(rne(-min / s), 0, n)`, the range widened to contain 0.
-
-    Raises:
-        DQError: a rule other than absmax (here: min and max), or a second level.
-    """
-    spec, rules = blocks.spec, convention(blocks.spec)
-    if rule.name != "absmax" or spec.global_scale:
-        raise DQError(f"asymmetric {spec.format} takes the rule absmax (min and max) and one level of scales")
-    x = blocks.x
-    low = x.amin(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
-    high = x.amax(-1) if x.shape[-1] else low
-    if rules.include_zero:
-        low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-    span = rounded(high - low, blocks.dtype)
-    scale = storable(rounded(divide(span, spec.fmt.max), blocks.dtype), spec)
-    scale = torch.where((span > 0) & (scale > 0), scale, rules.zero)
-    zero = torch.round(rounded(-low / scale, blocks.dtype)).clamp(0.0, spec.fmt.max)
-    return scale, torch.where(span > 0, zero, (spec.fmt.max + 1) / 2) if rules.middle else zero
 
 
 def _stored(scale: Tensor, unit: Tensor | None, zero_point: Tensor | None, spec: QuantSpec) -> Scales:
@@ -378,17 +357,20 @@ def encode(x: Tensor, scales: Scales, spec: QuantSpec) -> QTensor:
     return QTensor(packed, scales.scale, scales.global_scale, spec, tuple(x.shape), scales.zero_point)
 
 
-def fake_quantize(x: Tensor, spec: QuantSpec) -> Tensor:
+def fake_quantize(x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> Tensor:
     """Quantize and dequantize along the last axis, any leading shape; float32 out. NaN propagates.
 
     Scales are per row (or per group of a row), so one sample never depends on another in its batch.
+
+    Args:
+        amax: as in `choose_scale`.
     """
     work = x.reshape(-1, x.shape[-1])
     dtype = _dtype(work, spec)
     work = work.to(dtype)
     if spec.has_zero_point or spec.k_segments or spec.row_segments or spec.fmt.identity:
         return encode(work, choose_scale(work, spec), spec).dequantize().reshape(x.shape)
-    scales, work = choose_scale(work, spec), work.to(torch.float32)
+    scales, work = choose_scale(work, spec, amax), work.to(torch.float32)
     scale, unit = effective_scale(scales, spec), _unit(scales.global_scale, spec, slice(0, len(work)), work.shape)
     codes = spec.fmt.round(_scaled(to_blocks(work, spec), scale, unit, spec, dtype))
     out = from_blocks(codes * step_of(scale, unit, spec)[..., None], spec, *work.shape)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dq.registry import DQError, check_fields, check_params, suggest, typed
+from dq.rewrites import REWRITES, check_rewrites
 from dq.rounding import ROUNDINGS
 from dq.scales import find_rule
 from dq.spec import QuantSpec
@@ -28,10 +29,12 @@ class Target:
     activations: QuantSpec | None = None
     transforms: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
     rounding: str = "rtn"
+    rounding_params: tuple[tuple[str, Any], ...] = ()
+    bias_correction: bool = False
 
     def __post_init__(self):
         check_fields(self)
-        ROUNDINGS.get(self.rounding)
+        _check_rounding(self.rounding, self.rounding_params)
         _check_transforms(self.transforms)
         for spec in filter(None, (self.weights, self.activations)):
             check_params(f"scale rule {spec.scale_rule!r}", find_rule(spec).choose, spec.rule_params)
@@ -47,30 +50,26 @@ class Target:
 
     @property
     def needs_calibration(self) -> bool:
-        kinds = [TRANSFORMS.get(n) for n, _ in self.transforms]
+        kinds = [(TRANSFORMS.get(n), dict(p)) for n, p in self.transforms]
         static = self.activations is not None and self.activations.strategy == "tensor"
-        weighted = bool(find_rule(self.weights).needs)
-        return static or weighted or any(t.needs_stats for t in kinds) or ROUNDINGS.get(self.rounding).needs_stats
+        weighted = bool(find_rule(self.weights).needs) or ROUNDINGS.get(self.rounding).needs_stats
+        fitted = any(kind.calibrated(params) or kind.needs_gram(params) for kind, params in kinds)
+        return self.bias_correction or static or weighted or fitted
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Target:
         data = dict(typed(data, dict, "a recipe section is a table, e.g. [linear] above weights = 'int8/channel'"))
-        transforms = []
-        for item in typed(data.pop("transforms", []), (list, tuple), "transforms is a list"):
-            item = (
-                {"name": item} if isinstance(item, str) else dict(typed(item, dict, "a transform is a name or table"))
-            )
-            if "name" not in item:
-                raise DQError(f"a transform needs a name, e.g. {{ name = 'smooth', alpha = 0.5 }}; got {item}")
-            transforms.append((item.pop("name"), tuple(sorted(item.items()))))
+        listed = data.pop("transforms", [])
+        transforms = _named(listed, "transform", "transforms is a list of names or tables, { name = 'smooth', ... }")
         weights = _spec(data.pop("weights", None))
         if weights is None:
             raise DQError("a recipe section needs weights, e.g. weights = 'int8/channel'")
-        activations, rounding = _spec(data.pop("activations", None)), data.pop("rounding", "rtn")
+        activations, rounding = _spec(data.pop("activations", None)), _rounding(data.pop("rounding", "rtn"))
+        bias = data.pop("bias_correction", False)
         if data:
-            known = ("weights", "activations", "transforms", "rounding")
+            known = ("weights", "activations", "transforms", "rounding", "bias_correction")
             raise DQError(f"unknown recipe word {min(data)!r}{suggest(min(data), known)}")
-        return cls(weights, activations, tuple(transforms), rounding)
+        return cls(weights, activations, transforms, *rounding, bias)
 
     def to_dict(self) -> dict[str, Any]:
         out: dict[str, Any] = {"weights": self.weights.to_dict()}
@@ -78,7 +77,46 @@ class Target:
             out["activations"] = self.activations.to_dict()
         if self.transforms:
             out["transforms"] = [{"name": n, **dict(p)} for n, p in self.transforms]
+        if self.bias_correction:
+            out["bias_correction"] = True
+        if self.rounding_params:
+            return out | {"rounding": {"name": self.rounding, **dict(self.rounding_params)}}
         return out | ({"rounding": self.rounding} if self.rounding != "rtn" else {})
+
+    @property
+    def needs_gram(self) -> bool:
+        """Whether calibration must collect E[x x^T]."""
+        kinds = [(TRANSFORMS.get(n), dict(p)) for n, p in self.transforms]
+        hessian = find_rule(self.weights).needs == "hessian" or ROUNDINGS.get(self.rounding).needs_gram
+        return hessian or any(kind.needs_gram(params) for kind, params in kinds)
+
+
+def _named(items: Any, kind: str, what: str) -> tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]:
+    """(name, params) of a list of names or tables."""
+    out = []
+    for item in typed(items, (list, tuple), what):
+        item = {"name": item} if isinstance(item, str) else dict(typed(item, dict, what))
+        if "name" not in item:
+            raise DQError(f"a {kind} needs a name, e.g. {{ name = 'smooth', alpha = 0.5 }}; got {item}")
+        out.append((item.pop("name"), tuple(sorted(item.items()))))
+    return tuple(out)
+
+
+def _rounding(value: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """Name and parameters from text or a table."""
+    if isinstance(value, str):
+        return value, ()
+    data = dict(typed(value, dict, "rounding is a name or a table, e.g. { name = 'gptq', damp = 0.01 }"))
+    if "name" not in data:
+        raise DQError(f"a rounding needs a name, e.g. {{ name = 'gptq' }}; got {data}")
+    return data.pop("name"), tuple(sorted(data.items()))
+
+
+def _check_rounding(name: str, params: tuple[tuple[str, Any], ...]) -> None:
+    check_params(f"rounding {name!r}", ROUNDINGS.get(name).round, params)
+    complaint = ROUNDINGS.get(name).check(dict(params))
+    if complaint:
+        raise DQError(f"rounding {name!r} got {dict(params)}: {complaint}")
 
 
 def _check_transforms(transforms: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]) -> None:
@@ -91,6 +129,9 @@ def _check_transforms(transforms: tuple[tuple[str, tuple[tuple[str, Any], ...]],
         )
     if len(set(names)) < len(names):
         raise DQError(f"a transform may stand once in a recipe section; got {', '.join(names)}")
+    signed = [name for name in names if name in ("arc", "duquant", "rotate")]
+    if "shift" in names and signed:
+        raise DQError(f"shift moves the input above 0, and {signed[0]} makes both signs of it again: take one of them")
     for name, params in transforms:
         check_params(f"transform {name!r}", TRANSFORMS.get(name).fit, params)
         complaint = TRANSFORMS.get(name).check(dict(params))
@@ -118,6 +159,68 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """One way to quantize a group, by a name for tables."""
+
+    name: str
+    target: Target
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Lets every group of ordinary linears take one of several targets, by measured error under a byte budget.
+
+    Attributes:
+        candidates: ordered; the first one is the yardstick of the printed table.
+        bits: the budget: stored bits per weight over all these linears, everything counted; 0 takes what the first
+            candidate would need.
+        extra_bits: added to it.
+        screen: a candidate that, rounded to nearest, has more than this many times the error of the best one that is
+            not larger is not rounded further.
+        records: calibration records on which the model's output is compared.
+        rounds: how often groups are weighed; from the second time on beside the other groups' choices.
+    """
+
+    candidates: tuple[Candidate, ...]
+    bits: float = 0.0
+    extra_bits: float = 0.0
+    screen: float = 2.0
+    records: int = 4
+    rounds: int = 1
+
+    def __post_init__(self):
+        check_fields(self)
+        names = [typed(c, Candidate, "candidates are dq.recipe.Candidate values").name for c in self.candidates]
+        if not names or len(set(names)) < len(names):
+            raise DQError(f"auto needs candidates, each with a name of its own; got {', '.join(names) or 'none'}")
+        if not (self.bits >= 0 and self.screen >= 1 and self.records >= 1 and self.rounds >= 1):
+            raise DQError("auto takes bits of at least 0, and screen, records and rounds of at least 1")
+
+    @property
+    def needs_gram(self) -> bool:
+        return any(c.target.needs_gram for c in self.candidates)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Auto:
+        data = dict(typed(data, dict, "auto is a table: [auto] above bits = 5.0, then [[auto.candidates]]"))
+        found = []
+        for item in typed(data.pop("candidates", []), (list, tuple), "each candidate begins [[auto.candidates]]"):
+            item = dict(typed(item, dict, "each candidate begins [[auto.candidates]]"))
+            if "name" not in item:
+                raise DQError("a candidate needs a name")
+            found.append(Candidate(item.pop("name"), Target.from_dict(item)))
+        unknown = set(data) - {f.name for f in fields(cls)}
+        if unknown:
+            known = [f.name for f in fields(cls)]
+            raise DQError(f"unknown word {min(unknown)!r} in [auto]{suggest(min(unknown), known)}")
+        return cls(candidates=tuple(found), **data)
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "candidates"}
+        return plain | {"candidates": [{"name": c.name, **c.target.to_dict()} for c in self.candidates]}
+
+
+@dataclass(frozen=True)
 class Recipe:
     """How a model is quantized.
 
@@ -137,9 +240,12 @@ class Recipe:
     min_features: int = 256
     multiple: int = 1
     description: str = ""
+    auto: Auto | None = None
+    rewrites: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
 
     def __post_init__(self):
         check_fields(self)
+        check_rewrites([(name, dict(params)) for name, params in self.rewrites])
         for rule in self.rules:
             typed(rule, Rule, "the rules of a recipe are dq.recipe.Rule values")
         if self.min_features < 0 or self.multiple < 1:
@@ -150,7 +256,8 @@ class Recipe:
     @property
     def needs_calibration(self) -> bool:
         targets = [self.linear, self.modulation, *(r.target for r in self.rules)]
-        return any(t.needs_calibration for t in targets if t is not None)
+        batches = any(REWRITES.get(name).needs_batches for name, _ in self.rewrites)
+        return batches or self.auto is not None or any(t.needs_calibration for t in targets if t is not None)
 
     def with_(self, **changes: Any) -> Recipe:
         """A copy with some fields changed, e.g. `recipe.with_(min_features=16)`."""
@@ -163,6 +270,9 @@ class Recipe:
         unknown = set(data) - {f.name for f in fields(cls)}
         if unknown:
             raise DQError(f"unknown recipe word {min(unknown)!r}{suggest(min(unknown), [f.name for f in fields(cls)])}")
+        auto = None if data.get("auto") is None else Auto.from_dict(data.pop("auto"))
+        if auto is not None and "linear" not in data:
+            data["linear"] = auto.candidates[0].target.to_dict()
         if "name" not in data or "linear" not in data:
             raise DQError("a recipe needs a name and a [linear] section")
         modulation = data.pop("modulation", None)
@@ -170,6 +280,8 @@ class Recipe:
             linear=Target.from_dict(data.pop("linear")),
             modulation=None if modulation is None else Target.from_dict(modulation),
             rules=tuple(_rule(r) for r in typed(data.pop("rules", []), (list, tuple), "each rule begins [[rules]]")),
+            auto=auto,
+            rewrites=_named(data.pop("rewrites", []), "rewrite", "rewrites is a list of names or tables"),
             **data,
         )
 
@@ -182,6 +294,10 @@ class Recipe:
                 {"match": r.match} | ({"keep": r.reason} if r.target is None else r.target.to_dict())
                 for r in self.rules
             ]
+        if self.rewrites:
+            out["rewrites"] = [{"name": n, **dict(p)} for n, p in self.rewrites]
+        if self.auto is not None:
+            out["auto"] = self.auto.to_dict()
         return out | {"min_features": self.min_features, "multiple": self.multiple}
 
     @classmethod

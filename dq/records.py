@@ -28,6 +28,7 @@ class Record:
         timestep: the value the model saw for that step (its own unit), NaN if it has none.
         branch: `single` (no CFG), `cond` or `uncond`; a doubled batch is split into one record per branch.
         denoiser: name of the pipeline component that was called.
+        weight: how much errors on this call count, relative to the other records.
     """
 
     args: tuple
@@ -38,6 +39,7 @@ class Record:
     timestep: float = float("nan")
     branch: str = "single"
     denoiser: str = "model"
+    weight: float = 1.0
 
     def stratum(self, bins: int) -> str:
         """`"<step bin>/<branch>"`; bin b of B covers the steps with floor(step * B / steps) == b."""
@@ -65,6 +67,18 @@ def tensors(tree: Any) -> list[Tensor]:
     return found
 
 
+def outputs(tree: Any) -> list[Tensor]:
+    """The floating-point tensors that a model returned, on the CPU in float32."""
+    tree = tree.to_tuple() if hasattr(tree, "to_tuple") else tree
+    return [t.detach().to("cpu", torch.float32) for t in tensors(tree) if t.is_floating_point()]
+
+
+def relative_error(values: list[Tensor], reference: list[Tensor]) -> float:
+    """`sum |v - r|^2 / sum |r|^2` over the first tensor of both: a model's prediction."""
+    value, expected = values[0].double(), reference[0].double()
+    return float((value - expected).square().sum() / expected.square().sum().clamp(min=1e-30))
+
+
 def to_cpu(tree: Any) -> Any:
     """Detached copies on the CPU (copies, so that later in-place edits by a pipeline do not reach the record)."""
     return map_tensors(tree, lambda t: t.detach().to("cpu", copy=True))
@@ -83,7 +97,7 @@ def digest(tree: Any) -> str:
         elif isinstance(item, nn.Module):
             add(dict(item.named_parameters()) | dict(item.named_buffers()))
         elif isinstance(item, Record):
-            add((item.args, item.kwargs, item.prompt, item.step, item.steps, item.branch))
+            add((item.args, item.kwargs, item.prompt, item.step, item.steps, item.branch, item.weight))
         elif isinstance(item, dict | list | tuple):
             for part in item.items() if isinstance(item, dict) else item:
                 add(part)

@@ -66,6 +66,10 @@ class Replay:
         self.device = device_of(model)
         self._outputs: list[dict[str, Any]] = [{} for _ in records]
 
+    def fresh(self) -> Replay:
+        """The same, back at the first block."""
+        return Replay(self.model, self.order, self.records, self.keep)
+
     def _key(self, block: str) -> str:
         return block if self.keep else block.rpartition(".")[0]
 

@@ -45,6 +45,19 @@ class ResumeFolder:
     def _file(self, block: str) -> Path:
         return self.path / f"{block or 'outside-blocks'}.safetensors"
 
+    def save_choices(self, choices: list[dict[str, Any]]) -> None:
+        """Keeps what an `auto` recipe decided; the file appears whole or not at all."""
+        part = self.path / "choices.part"
+        part.write_text(json.dumps(choices), encoding="utf-8")
+        part.replace(self.path / "choices.json")
+
+    def load_choices(self) -> list[dict[str, Any]] | None:
+        """The inverse; None if nothing was decided yet."""
+        try:
+            return json.loads((self.path / "choices.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
     def save(self, block: str, layers: dict[str, QuantizedLinear]) -> None:
         """Writes the block's layers; the file appears whole or not at all."""
         tensors, meta = {}, {}

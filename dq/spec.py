@@ -43,6 +43,7 @@ class Format:
             its full range -8..7).
         exponent: floor(log2(max)) of a float grid (OCP's e_max), what a shared exponent is relative to; else None.
         identity: a 16-bit dtype: nothing is scaled.
+        positive: for tensors that are nowhere below 0 (or are shifted there): no zero point, negatives become 0.
     """
 
     name: str
@@ -57,14 +58,15 @@ class Format:
     divisor: float = 0.0
     exponent: int | None = None
     identity: bool = False
+    positive: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "divisor", self.divisor or self.max)
 
     @property
     def unsigned(self) -> bool:
-        """Whether the grid starts at 0, so that a tensor of both signs needs a zero point."""
-        return self.min == 0.0
+        """Whether the grid starts at 0 and a zero point moves it, so that it takes tensors of both signs."""
+        return self.min == 0.0 and not self.positive
 
     @property
     def storage(self) -> torch.dtype:

@@ -38,23 +38,32 @@ class Stat:
         absmax: stratum -> float32 [K], max over tokens of |x_k|.
         total: stratum -> float32 [K], sum over tokens of |x_k|.
         count: stratum -> number of tokens.
+        low: float32 [K], min over tokens of x_k; None before the first.
         name: what error messages call this input.
+        want_gram: whether E[x x^T] is collected, K x K numbers on the device of the inputs.
     """
 
     width: int
     capacity: int = 512
     seed: int = 0
     name: str = "input"
+    want_gram: bool = False
     absmax: dict[str, Tensor] = field(default_factory=dict)
     total: dict[str, Tensor] = field(default_factory=dict)
     count: dict[str, int] = field(default_factory=dict)
+    low: Tensor | None = None
 
     def __post_init__(self):
-        self._rng = torch.Generator().manual_seed(self.seed)
-        self._keys, self._rows = torch.empty(0), torch.empty(0, self.width)
+        self._seen, self._held = _Reservoir(self.width, self.capacity, self.seed), None
+        self._gram: Tensor | None = None
+        self._moment, self._mass = torch.zeros(self.width), 0.0
 
-    def update(self, x: Tensor, stratum: str = "0/single") -> None:
+    def update(self, x: Tensor, stratum: str = "0/single", *, weight: float = 1.0, held_out: bool = False) -> None:
         """Adds inputs [..., K].
+
+        Args:
+            weight: how much errors on them count: in `gram`, `center`, and in how often they are sampled.
+            held_out: they go into a sample of their own and into nothing else.
 
         Raises:
             DQError: wrong width, or NaN/Inf (names the layer and the stratum).
@@ -65,29 +74,47 @@ class Stat:
         if not len(x):
             return
         check_finite(x, f"{self.name}: a calibration input (stratum {stratum})")
+        if held_out:
+            self._held = self._held or _Reservoir(self.width, self.capacity, self.seed + 1)
+            return self._held.add(x, weight)
         a = x.abs()
-        top, total = a.amax(0).cpu(), a.sum(0).cpu()
-        if stratum in self.absmax:
-            self.absmax[stratum] = torch.maximum(self.absmax[stratum], top)
-            self.total[stratum] += total
-            self.count[stratum] += len(x)
-        else:
-            self.absmax[stratum], self.total[stratum], self.count[stratum] = top, total, len(x)
-        self._sample(x)
+        self._merge(stratum, a.amax(0).cpu(), a.sum(0).cpu(), len(x))
+        low = x.amin(0).cpu()
+        self.low = low if self.low is None else torch.minimum(self.low, low)
+        self._moment += weight * x.sum(0).cpu()
+        self._mass += weight * len(x)
+        if self.want_gram:
+            gram = (x.T @ x).mul_(weight)
+            self._gram = gram if self._gram is None else self._gram.add_(gram)
+        self._seen.add(x, weight)
 
-    def _sample(self, x: Tensor) -> None:
-        """Keeps the rows with the largest random keys: a uniform sample of all rows seen, mergeable by construction."""
-        keys = torch.cat([self._keys, torch.rand(len(x), generator=self._rng)])
-        top = keys.topk(min(self.capacity, len(keys))).indices.sort().values
-        old = top[top < len(self._keys)]
-        new = top[top >= len(self._keys)] - len(self._keys)
-        self._rows = torch.cat([self._rows[old], x[new.to(x.device)].cpu()])
-        self._keys = keys[top]
+    def _merge(self, stratum: str, top: Tensor, total: Tensor, count: int) -> None:
+        mine = self.absmax.get(stratum)
+        self.absmax[stratum] = top if mine is None else torch.maximum(mine, top)
+        self.total[stratum] = self.total.get(stratum, 0) + total
+        self.count[stratum] = self.count.get(stratum, 0) + count
 
     @property
     def rows(self) -> Tensor:
         """float32 [at most capacity, K]: a uniform sample of the inputs."""
-        return self._rows
+        return self._seen.rows
+
+    @property
+    def held_rows(self) -> Tensor:
+        """As `rows`, of the inputs held out; the ordinary sample if none was."""
+        return (self._held or self._seen).rows
+
+    def gram(self) -> Tensor | None:
+        """float32 [K, K]: E[x x^T] over all tokens, by weight; None unless it was asked for."""
+        return None if self._gram is None else self._gram / self._mass
+
+    def mean(self) -> Tensor:
+        """float32 [K]: E|x_k| over all tokens."""
+        return torch.stack(list(self.total.values())).sum(0) / sum(self.count.values())
+
+    def center(self) -> Tensor:
+        """float32 [K]: E[x_k] over all tokens, by weight."""
+        return self._moment / self._mass
 
     def amax(self, merge: str = "max", *, guidance: float = 1.0, weight: Tensor | None = None) -> Tensor:
         """float32 [K]: the per-stratum maxima a_s merged into one.
@@ -115,8 +142,7 @@ class Stat:
         if merge == "mean":
             return [1.0] * len(tops)
         if merge == "cfg":
-            branch = {"cond": guidance**2, "uncond": (guidance - 1.0) ** 2, "single": 1.0}
-            shares = [branch[s.rpartition("/")[2]] for s in self.absmax]
+            shares = [amplified(s.rpartition("/")[2], guidance) for s in self.absmax]
             return shares if sum(shares) > 0 else [1.0] * len(tops)
         if merge == "spearman":
             if weight is None:
@@ -127,11 +153,44 @@ class Stat:
     def merge(self, other: Stat) -> Stat:
         """Adds what `other` saw."""
         for stratum, top in other.absmax.items():
-            mine = self.absmax.get(stratum)
-            self.absmax[stratum] = top if mine is None else torch.maximum(mine, top)
-            self.total[stratum] = self.total.get(stratum, 0) + other.total[stratum]
-            self.count[stratum] = self.count.get(stratum, 0) + other.count[stratum]
-        keys, rows = torch.cat([self._keys, other._keys]), torch.cat([self._rows, other._rows])
-        top = keys.topk(min(self.capacity, len(keys))).indices
-        self._keys, self._rows = keys[top], rows[top]
+            self._merge(stratum, top, other.total[stratum], other.count[stratum])
+        if other.low is not None:
+            self.low = other.low if self.low is None else torch.minimum(self.low, other.low)
+        self._moment, self._mass = self._moment + other._moment, self._mass + other._mass
+        if other._gram is not None:
+            self._gram = other._gram if self._gram is None else self._gram + other._gram
+        self._seen.merge(other._seen)
+        if other._held is not None:
+            self._held = self._held or _Reservoir(self.width, self.capacity, self.seed + 1)
+            self._held.merge(other._held)
         return self
+
+
+class _Reservoir:
+    """A sample of all rows seen, mergeable by construction: the rows with the largest keys `u^(1 / weight)`, u uniform.
+
+    Source: Efraimidis and Spirakis, "Weighted random sampling with a reservoir" (2006).
+    """
+
+    def __init__(self, width: int, capacity: int, seed: int):
+        self.capacity, self._rng = capacity, torch.Generator().manual_seed(seed)
+        self.keys, self.rows = torch.empty(0), torch.empty(0, width)
+
+    def add(self, x: Tensor, weight: float) -> None:
+        u = torch.rand(len(x), generator=self._rng)
+        keys = torch.cat([self.keys, u.log() / max(weight, 1e-12)])  # by the logarithm: the same order
+        top = keys.topk(min(self.capacity, len(keys))).indices.sort().values
+        old = top[top < len(self.keys)]
+        new = top[top >= len(self.keys)] - len(self.keys)
+        self.rows = torch.cat([self.rows[old], x[new.to(x.device)].cpu()])
+        self.keys = keys[top]
+
+    def merge(self, other: _Reservoir) -> None:
+        keys, rows = torch.cat([self.keys, other.keys]), torch.cat([self.rows, other.rows])
+        top = keys.topk(min(self.capacity, len(keys))).indices
+        self.keys, self.rows = keys[top], rows[top]
+
+
+def amplified(branch: str, guidance: float) -> float:
+    """Weight of a branch's squared error under guidance g: `pred = g c - (g - 1) u` (arXiv 2207.12598)."""
+    return {"cond": guidance**2, "uncond": (guidance - 1.0) ** 2}.get(branch, 1.0)

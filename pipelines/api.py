@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from dq.folding import Folded, fold_model
 from dq.linear import quantized_linears
 from dq.loop import QuantizeReport, check_weights, dequantize_model, quantize_model
 from dq.ops import MODES
@@ -22,6 +23,7 @@ from dq.planning import Plan, make_plan
 from dq.recipe import Recipe
 from dq.records import Record, digest, tensors
 from dq.registry import DQError, suggest, typed
+from dq.rewrites import rewrite
 
 
 def _models(obj: Any, components: str | Sequence[str] | None) -> dict[str, nn.Module]:
@@ -124,6 +126,8 @@ def quantize(
     reports = {}
     for name, model in models.items():
         found, described = records.get(name, ([], {}))
+        if plans[name].recipe.rewrites:
+            plans[name] = _rewritten(model, plans[name], found, skip)
         folder = f"{resume}/{name}" if resume and name else resume
         reports[name] = quantize_model(
             model, plans[name], found, device=device, resume=folder, calibration=described, progress=bar
@@ -132,6 +136,17 @@ def quantize(
             layer.activations_mode = activations or "auto"
         attach(model)
     return replace(_merge(reports), seconds=time.perf_counter() - start)
+
+
+def _rewritten(model: nn.Module, planned: Plan, records: Sequence[Record], skip: Sequence[str]) -> Plan:
+    """Applies the recipe's rewrites to the 16-bit model and plans anew: a rewrite may untie weights or add biases."""
+    rewrite(model, planned.recipe.rewrites, batches=[_keywords(model, r) for r in records])
+    return make_plan(model, planned.recipe, [p for p in skip or () if _matches_any(model, p)])
+
+
+def _keywords(model: nn.Module, record: Record) -> dict[str, Any]:
+    """A record's call by keywords."""
+    return dict(inspect.signature(model.forward).bind(*record.args, **record.kwargs).arguments)
 
 
 def _silent(*args: Any, **kwargs: Any):
@@ -183,6 +198,24 @@ def _record(item: Any, index: int, model: nn.Module) -> Record:
     except TypeError as error:
         raise DQError(f"calibration record {index} does not fit {type(model).__name__}: {error}") from error
     return item
+
+
+def fold(obj: Any, *, components: Any = None) -> Folded | dict[str, Folded]:
+    """Moves the divisions of smoothing into the layers before, where that is exact; see dq.folding. In place.
+
+    A LoRA made for the 16-bit model no longer fits a folded one: fold only what is used without.
+
+    Returns:
+        which linears no longer divide, and why others still do; a dict of these if there are several components.
+
+    Raises:
+        DQError: nothing is quantized.
+    """
+    done = {}
+    for name, model in _models(obj, components).items():
+        done[name] = fold_model(model)
+        attach(model)
+    return next(iter(done.values())) if len(done) == 1 else done
 
 
 def attach(model: nn.Module) -> None:

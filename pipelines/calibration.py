@@ -17,6 +17,7 @@ from dq.checks import finite, line, texts, whole
 from dq.checks import seed as checked_seed
 from dq.records import Record, RecordSampler, map_tensors, tensors
 from dq.registry import DQError, suggest
+from dq.stats import amplified
 
 _NO_PROMPTS = "calibration got no prompts: pass a list of texts, or None for a data-free recipe"
 DENOISERS = ("transformer", "transformer_2", "unet")
@@ -162,6 +163,22 @@ def _default_steps(pipe: Any) -> int | None:
     return parameter.default if parameter is not None and isinstance(parameter.default, int) else None
 
 
+def _guidance(kwargs: dict[str, Any], pipe: Any) -> float:
+    """The scale g of `u + g (c - u)` in this run. A pipeline with `true_cfg_scale` guides by that one: its
+    `guidance_scale` is an input of a distilled model."""
+    known = inspect.signature(pipe.__call__).parameters
+    name = "true_cfg_scale" if "true_cfg_scale" in known else "guidance_scale"
+    default = known[name].default if name in known else 1.0
+    value = kwargs.get(name, default)
+    return float(value) if isinstance(value, int | float) else 1.0
+
+
+def branch_weight(branch: str, guidance: float) -> float:
+    """How much an independent squared error of a branch counts in the guided output, mean over both branches 1."""
+    both = amplified("cond", guidance) + amplified("uncond", guidance)
+    return 1.0 if branch == "single" else 2.0 * amplified(branch, guidance) / both
+
+
 class _Recorder:
     """Hooks one denoiser. Calls of one step wait until the step is over, because only then is it known whether the
     branch called "cond" had an "uncond" beside it (CFG) or stood alone (`single`)."""
@@ -169,6 +186,7 @@ class _Recorder:
     def __init__(self, model: Any, name: str, prompts: Prompts, pipe: Any):
         self.model, self.name, self.pipe = model, name, pipe
         self.sampler = RecordSampler(prompts.records, prompts.bins, prompts.seed)
+        self.guidance = _guidance(prompts.kwargs, pipe)
         self._context: str | None = None
         self._pending: list[Record] = []
         self._prompt = self._batch = self._step = 0
@@ -217,12 +235,11 @@ class _Recorder:
             return
         alone = len(pending) == 1
         for record in pending:
-            if alone:
-                for part in self._split(record):
-                    self.sampler.offer(part)
-            else:
+            if not alone:
                 record.branch = "uncond" if "uncond" in record.branch or "neg" in record.branch else "cond"
-                self.sampler.offer(record)
+            for part in self._split(record) if alone else [record]:
+                part.weight = branch_weight(part.branch, self.guidance)
+                self.sampler.offer(part)
         self._step += 1
         self._bar.update(1)
 

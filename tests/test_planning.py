@@ -119,10 +119,10 @@ def test_printing(flux, tiny):
     assert re.search(
         r"transformer_blocks\.\*\.attn\.to_q \+ to_k \+ to_v +2 x 192x64 .*W int4/group64  X int4/group64", text
     )
-    assert "smooth search=True, lowrank, rtn" in text
+    assert "smooth search=True, lowrank, gptq damp=1.0" in text
     assert re.search(r"proj_out +1 x 16x64 .* 16-bit: input or output projection", text)
     assert re.search(r"to_add_out +2 x 64x64 .* 16-bit: skipped by the caller", text)
-    assert re.search(r"norm1\.linear +2 x 384x64 .*W int4/group64  X 16-bit  rtn", text)
+    assert re.search(r"norm1\.linear +2 x 384x64 .*W int4/group64@imatrix  X 16-bit  gptq", text)
     assert re.search(r"weights 967 KB -> \d+ KB; about \d+ s on two CPU cores", text)
     assert len(lines) < 30, "one line per kind of group, however many blocks there are"
 

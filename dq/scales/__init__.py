@@ -143,11 +143,19 @@ class Blocks:
         """
         delta = self.round(scale, target).sub_(self.x)
         if weight == "hessian":
-            return torch.einsum("rge,gef,rgf->rg", delta, self._need("hessian"), delta)
+            return self.through_hessian(delta)
         power = delta.square_() if norm == 2.0 else delta.abs_().pow_(norm)
         if weight == "importance":
             power = power.mul_(self._need("importance"))
         return tree_sum(power)
+
+    def through_hessian(self, delta: Tensor) -> Tensor:
+        """[R, G]: `d^T H d` of differences d [R, G, E].
+
+        Raises:
+            DQError: there is no Hessian.
+        """
+        return torch.einsum("rge,gef,rgf->rg", delta, self._need("hessian"), delta)
 
     def _need(self, what: str) -> Tensor:
         value = getattr(self, what)
@@ -180,7 +188,10 @@ class ScaleRule:
         ceiling: largest block scale that the second level is normalised to; None takes the format's largest (448).
         formats: scale formats it works with; empty for all.
         needs: `importance` or `hessian` if it cannot work without.
-        plain: the rule that stands in for it where such statistics are not at hand (searches inside transforms).
+        plain: the rule that stands in for it inside transforms, whose searches only compare candidates: a cheap one.
+        clip: for grids with a zero point, whose scale is that of min and max: `(blocks, fake, **params) -> x`, the
+            blocks [R, G, E] cut to the range to be covered; `fake` rounds blocks to their own range and back. None if
+            the rule does not go with such grids.
     """
 
     name: str
@@ -189,6 +200,7 @@ class ScaleRule:
     formats: tuple[str, ...] = ()
     needs: str = ""
     plain: str = ""
+    clip: Callable[..., Tensor] | None = None
 
 
 def find_rule(spec: QuantSpec) -> ScaleRule:
@@ -201,6 +213,37 @@ def find_rule(spec: QuantSpec) -> ScaleRule:
     if rule.formats and spec.scale_format not in rule.formats:
         raise DQError(f"scale rule {rule.name!r} goes with {', '.join(rule.formats)} scales, not {spec.scale_format}")
     return rule
+
+
+def asymmetric(blocks: Blocks, rule: ScaleRule) -> tuple[Tensor, Tensor]:
+    """Scales and zero points [R, G] for min and max of the blocks, or of what the rule clips them to.
+
+    Raises:
+        DQError: a rule that is not for asymmetric grids, or a second level.
+    """
+    if rule.clip is None or blocks.spec.global_scale:
+        known = ", ".join(r.name for r in SCALE_RULES if r.clip)
+        raise DQError(f"asymmetric {blocks.spec.format} takes one level of scales and the rules {known}")
+
+    def fake(x: Tensor) -> Tensor:
+        scale, zero = (t[..., None] for t in _min_max(replace(blocks, x=x)))
+        return ((torch.round(x / scale) + zero).clamp(0.0, blocks.spec.fmt.max) - zero) * scale
+
+    return _min_max(replace(blocks, x=rule.clip(blocks, fake, **dict(blocks.spec.rule_params))))
+
+
+def _min_max(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """`s = (max - min) / n`, `z = clip(rne(-min / s), 0, n)`, the range widened to contain 0."""
+    spec, rules, x = blocks.spec, convention(blocks.spec), blocks.x
+    low = x.amin(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+    high = x.amax(-1) if x.shape[-1] else low
+    if rules.include_zero:
+        low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    span = rounded(high - low, blocks.dtype)
+    scale = storable(rounded(divide(span, spec.fmt.max), blocks.dtype), spec)
+    scale = torch.where((span > 0) & (scale > 0), scale, rules.zero)
+    zero = torch.round(rounded(-low / scale, blocks.dtype)).clamp(0.0, spec.fmt.max)
+    return scale, torch.where(span > 0, zero, (spec.fmt.max + 1) / 2) if rules.middle else zero
 
 
 def best_of(blocks: Blocks, candidates: Callable[[Blocks], Iterator[Tensor]], **error) -> Tensor:

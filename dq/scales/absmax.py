@@ -1,5 +1,7 @@
 """`absmax`: `scale = amax / divisor`: nothing is clipped."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from dq.scales import SCALE_RULES, Blocks, ScaleRule, storable
@@ -10,4 +12,9 @@ def choose(blocks: Blocks) -> Tensor:
     return storable(blocks.absmax(), blocks.spec)
 
 
-SCALE_RULES.register(ScaleRule("absmax", choose))
+def whole(blocks: Blocks, fake: Callable[[Tensor], Tensor]) -> Tensor:
+    """With a zero point: all from min to max."""
+    return blocks.x
+
+
+SCALE_RULES.register(ScaleRule("absmax", choose, clip=whole))

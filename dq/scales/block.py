@@ -81,6 +81,6 @@ def exact(blocks: Blocks) -> Tensor:
 _E4M3 = ("fp8_e4m3",)
 SCALE_RULES.register(ScaleRule("4over6", four_over_six, ceiling=256.0, formats=_E4M3))
 SCALE_RULES.register(ScaleRule("sweep", sweep, formats=_E4M3))
-SCALE_RULES.register(ScaleRule("weighted_sweep", weighted_sweep, formats=_E4M3, needs="importance", plain="sweep"))
-SCALE_RULES.register(ScaleRule("local_hessian", local_hessian, formats=_E4M3, needs="hessian", plain="sweep"))
+SCALE_RULES.register(ScaleRule("weighted_sweep", weighted_sweep, formats=_E4M3, needs="importance", plain="absmax"))
+SCALE_RULES.register(ScaleRule("local_hessian", local_hessian, formats=_E4M3, needs="hessian", plain="absmax"))
 SCALE_RULES.register(ScaleRule("exact", exact, ceiling=64.0, formats=_E4M3))

@@ -7,10 +7,13 @@ Source: SVDQuant (arXiv 2411.05007, section 4) with the alternating refinement o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-from dq.transforms import TRANSFORMS, GroupState, Transform, fake, round_weight
+from dq.registry import DQError
+from dq.transforms import TRANSFORMS, GroupState, Planned, Transform, apply_steps, round_weight
 
 
 def auto_rank(width: int) -> int:
@@ -56,15 +59,15 @@ def _objective(state: GroupState, names: tuple[str, ...]):
     x = state.rows(names[0], 256)
     if x is None:
         return lambda low, residual: float((w - low - residual).square().sum())
-    y, xq = x @ w.T, fake(x, state.act_spec)
+    y, xq = x @ w.T, state.executed(x)
     return lambda low, residual: float((xq @ residual.T + x @ low.T - y).square().sum())
 
 
-def decompose(w: Tensor, rank: int, spec, error, iterations: int) -> tuple[Tensor, Tensor]:
+def decompose(w: Tensor, rank: int, spec, error, iterations: int, metric=None) -> tuple[Tensor, Tensor]:
     """`L_i = SVD_r(W - Q_{i-1})`, `Q_i = RTN(W - L_i)`; keeps the best, stops at the first non-improvement."""
     best, best_error, residual = None, float("inf"), torch.zeros_like(w)
     for _ in range(max(1, iterations)):
-        up, down = svd_factors(w - residual, rank)
+        up, down = _weighted_factors(w - residual, rank, metric)
         residual = round_weight(w - up @ down, spec)
         now = error(up @ down, residual)
         if now >= best_error:
@@ -73,33 +76,104 @@ def decompose(w: Tensor, rank: int, spec, error, iterations: int) -> tuple[Tenso
     return best if best is not None else (up, down)
 
 
-def fit(state: GroupState, rank: int = 0, iterations: int = 10) -> None:
+def absorb(state: GroupState, name: str, down: Tensor, up: Tensor) -> None:
+    """Adds factors on the raw x, down [r, K] and up [N, r] in their storage dtype, to the side branch of one linear,
+    and takes what they stand for out of its W'.
+
+    The branch never sees the constant that a shift adds to the input, so that part of the bias correction goes too.
+    """
+    w, (downs, ups) = state.weights[name], state.side.get(name, (down[:0], up[:, :0]))
+    state.side[name] = (torch.cat([downs, down]), torch.cat([ups, up], 1))
+    state.weights[name] = w - up.to(w) @ state.to_basis(down.to(w))
+    correct_bias(state, (name,))
+
+
+def correct_bias(state: GroupState, names: Iterable[str]) -> None:
+    """`b' = b - pre(0) W'^T`, in float64, where the input steps add a constant: then `pre(x) W'^T + b'` has none."""
+    for n in names:
+        w = state.weights[n].to(torch.float64)
+        constant = apply_steps(w.new_zeros(1, w.shape[1]), state.steps)[0]
+        if constant.any():
+            state.bias[n] = -(w @ constant)
+
+
+WEIGHTINGS = ("none", "hessian", "noise")
+ROUNDED = 0.009  # relative squared error of a 4-bit weight: how much of its residual a rounding loses
+
+
+def _metric(state: GroupState, name: str, weighting: str) -> tuple[Tensor, Tensor] | None:
+    """(R, R^-1), each [K, K], or diagonals [K]: the SVD is taken of W R, so that it minimises `|(W - L) R|^2`."""
+    if weighting == "none":
+        return None
+    hessian = state.hessian(name)
+    if hessian is None:
+        raise DQError(f"a low rank weighted by {weighting} needs calibration (layer {name})")
+    if weighting == "hessian":
+        values, vectors = torch.linalg.eigh(hessian.to(torch.float64))
+        root = values.clamp(min=_floor(values)).sqrt()
+        return (vectors * root).to(hessian), (vectors / root).T.to(hessian)
+    error = state.activation_error(name)
+    power = ROUNDED * hessian.diagonal() + (0.0 if error is None else error[1].to(hessian))
+    root = power.clamp(min=_floor(power)).sqrt()
+    return root, 1.0 / root
+
+
+def _floor(power: Tensor) -> float:
+    """Least power that counts: nothing is divided by 0, and where there is no signal at all, all are equal."""
+    return 1e-4 * float(power.mean()) or 1.0
+
+
+def _weighted_factors(w: Tensor, rank: int, metric: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    if metric is None:
+        return svd_factors(w, rank)
+    root, inverse = (m.to(w) for m in metric)
+    up, down = svd_factors(w * root if root.dim() == 1 else w @ root, rank)
+    return up, down * inverse if inverse.dim() == 1 else down @ inverse
+
+
+def fit(state: GroupState, rank: int = 0, iterations: int = 10, weighting: str = "none") -> None:
     """Moves a rank-r part of every weight of the group into its side branch.
 
     Args:
         rank: r; 0 takes `auto_rank(K)`.
         iterations: bound on the alternation; 1 is the plain SVD.
+        weighting: what the rank is spent on. `none`: the weight itself (SVDQuant). `hessian`: the layer's output,
+            `SVD(W H^1/2) H^-1/2` (QERA, arXiv 2410.06040). `noise`: what rounding will lose of the rest, every channel
+            weighted by its activation noise and by the share of its power that weight rounding loses.
     """
     rank = rank or auto_rank(state.width)
     sets = state.lowrank or tuple((n,) for n in state.weights)
     for names in sets:
         w = torch.cat([state.weights[n] for n in names])
-        up, down = decompose(w, rank, state.weight_spec, _objective(state, names), iterations)
+        metric = _metric(state, names[0], weighting)
+        up, down = decompose(w, rank, state.weight_spec, _objective(state, names), iterations, metric)
         # Round to the storage dtype first and subtract what is really stored: its rounding then costs nothing.
         raw = state.from_basis(down).to(state.side_dtype)
-        up = up.to(state.side_dtype)
-        basis = state.to_basis(raw.to(w))
-        start = 0
+        up, start = up.to(state.side_dtype), 0
         for n in names:
             part = up[start : start + len(state.weights[n])]
             start += len(part)
-            state.side[n] = (raw.clone(), part.clone())
-            state.weights[n] = state.weights[n] - part.to(w) @ basis
+            absorb(state, n, raw, part)
 
 
 def _check(params: dict) -> str:
     good = params.get("rank", 0) >= 0 and params.get("iterations", 1) >= 1
-    return "" if good else "rank is at least 0 (0 chooses by the width), iterations at least 1"
+    good = good and params.get("weighting", "none") in WEIGHTINGS
+    words = f"rank is at least 0 (0 chooses by the width), iterations at least 1, weighting one of {WEIGHTINGS}"
+    return "" if good else words
 
 
-TRANSFORMS.register(Transform("lowrank", fit, order=4, check=_check))
+def _planned(shape: tuple[int, int], parts: tuple[int, ...], params: dict, name: str) -> Planned:
+    return Planned(rank=min(params.get("rank") or auto_rank(shape[1]), *shape))
+
+
+TRANSFORMS.register(
+    Transform(
+        "lowrank",
+        fit,
+        order=4,
+        needs_gram=lambda params: params.get("weighting", "none") != "none",
+        planned=_planned,
+        check=_check,
+    )
+)

@@ -112,10 +112,12 @@ def rules_of(spec: QuantSpec) -> list[ScaleRule]:
     """Scale rules that go with a grid; `entropy` only where a block has enough values for a histogram."""
     if spec.fmt.identity:
         return []
-    if spec.has_zero_point or spec.scale_format == "int8_double":
+    if spec.scale_format == "int8_double" and not spec.has_zero_point:
         return [SCALE_RULES.get("absmax")]
 
     def fits(rule: ScaleRule) -> bool:
+        if (spec.has_zero_point and not rule.clip) or (rule.needs == "hessian" and not spec.group_size):
+            return False
         if rule.name == "entropy" and not (spec.strategy == "tensor" and spec.fmt.bits == 8):
             return False
         return spec.scale_format in rule.formats if rule.formats else spec.scale_format != "e8m0"

@@ -49,6 +49,29 @@ def test_int8_row():
     assert float(q4.scale / q8.scale) == pytest.approx(18.14, rel=1e-3)
 
 
+GELU = [-0.17, -0.05, 0.0, 0.4, 1.3, 2.2, -0.12, 3.0]
+
+
+def test_shifted_unsigned_row():
+    """V2c: moved above 0 by 0.171875, the values after a GELU use all 16 codes: a third of the squared error."""
+    x = torch.tensor([GELU])
+    signed, q = quantize(x, QuantSpec("int4", "token")), quantize(x + 0.171875, QuantSpec("uint4_positive", "token"))
+    assert float(signed.scale) == pytest.approx(0.428571, rel=2e-6)
+    assert mse(signed, x) == pytest.approx(0.006260714, rel=1e-5)
+    assert codes(q) == [[0, 1, 1, 3, 7, 11, 0, 15]] and q.zero_point is None
+    assert float(q.scale) == pytest.approx(0.211458, rel=2e-6)
+    assert mse(q, x + 0.171875) == pytest.approx(0.002295367, rel=1e-5)
+    group = QuantSpec.parse("uint4-positive-token")
+    assert quantize(x + 0.171875, group).codes.tolist()[0][:4] == [0x10, 0x31, 0xB7, 0xF0]
+
+
+def test_positive_grids_lose_what_is_negative():
+    x = torch.tensor([[-1.0, -0.001, 2.0, 3.0]])
+    for name in ("uint4_positive", "uint8_positive"):
+        q = quantize(x, QuantSpec(name, "token"))
+        assert q.dequantize()[0, :2].tolist() == [0, 0] and q.dequantize()[0, 3] == 3
+
+
 def test_per_tensor_loses_the_small_row():
     """Item 7: one scale for both rows zeroes the first one; a scale per channel keeps it."""
     w = torch.tensor([[0.1, -0.2, 0.15, 0.05], [3, -2.4, 1.8, 2.7]])

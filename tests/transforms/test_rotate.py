@@ -6,8 +6,9 @@ import torch
 from dq.qtensor import quantize
 from dq.registry import DQError
 from dq.spec import QuantSpec
+from dq.stats import Stat
 from dq.transforms import TRANSFORMS, GroupState
-from dq.transforms.rotate import group_size, regular_hadamard, rotate
+from dq.transforms.rotate import candidates, group_size, output_error, regular_hadamard, rotate, signs
 
 INT4 = QuantSpec("int4", "token")
 W8 = [0.21, -0.35, 0.12, 0.40, -0.18, 0.27, -0.30, 0.15]
@@ -159,3 +160,133 @@ def test_outliers_spread():
     turned = rotate(x, 256)
     spread = (rotate(quantize(turned, INT4).dequantize(), 256) - x).square().mean()
     assert spread < direct / 2
+
+
+def test_v3_sylvester():
+    x = torch.tensor([5, 5.2, 4.8, 5.1, -0.3, 0.2, 0.1, -0.4], dtype=torch.float64)
+    w = torch.tensor(W8, dtype=torch.float64)
+    xq, xs, xd = int4(rotate(x, 4, "sylvester"))
+    wq, _, wd = int4(rotate(w, 4, "sylvester"))
+    assert xq == [7] + 7 * [0] and xs == pytest.approx(1.43571, abs=5e-6)
+    assert float(xd @ wd) == pytest.approx(1.938214, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["regular", "sylvester", "random"])
+@pytest.mark.parametrize("size", [16, 64])
+def test_kinds_are_orthogonal(kind, size):
+    h = rotate(torch.eye(64, dtype=torch.float64), size, kind, seed=2)
+    torch.testing.assert_close(h @ h.T, torch.eye(64, dtype=torch.float64))
+    torch.testing.assert_close(rotate(h, size, kind, seed=2, inverse=True), torch.eye(64, dtype=torch.float64))
+
+
+def test_random_signs_stand_on_the_input_side():
+    """x D H: with one sign everywhere Sylvester's coordinate 0 gathers the row, with random signs it does not."""
+    row = torch.full((256,), 3.0, dtype=torch.float64)
+    assert float(rotate(row, 256, "sylvester").max()) == pytest.approx(48)
+    assert float(rotate(row, 256, "random", seed=1).abs().max()) < 12
+    d = signs(256, 1, torch.float64)
+    torch.testing.assert_close(rotate(row, 256, "random", seed=1), rotate(row * d, 256, "sylvester"))
+
+
+def test_signs_never_change():
+    """A checkpoint holds the seed, not the signs."""
+    assert signs(12, 0).tolist() == [-1, -1, 1, 1, -1, 1, -1, 1, 1, -1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("parts", "size"),
+    [((3072,), 3072), ((15360,), 15360), ((3072, 12288), 3072), ((2432,), 128), ((18944,), 512), ((96, 32), 32)],
+)
+def test_full_sizes(parts, size):
+    """The whole width, or of a concatenated input what its parts have in common."""
+    assert group_size(parts, -1) == group_size(parts, "full") == size
+
+
+def test_step_params():
+    """The regular rotation is written as before; other kinds say what they are."""
+    for asked, found in (
+        ({}, {"size": 64}),
+        ({"kind": "sylvester"}, {"size": 64, "kind": "sylvester"}),
+        ({"kind": "sylvester", "size": -1}, {"size": 192, "kind": "sylvester"}),
+        ({"kind": "random", "size": "full", "seed": 5}, {"size": 192, "kind": "random", "seed": 5}),
+    ):
+        state = state_of(192)
+        TRANSFORMS.get("rotate").fit(state, **asked)
+        assert state.steps[0].params == found
+        assert TRANSFORMS.get("rotate").plan((8, 192), (192,), asked).steps == (("rotate", found),)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"kind": "hadamard"}, {"size": 32}, {"size": -1}, {"size": 76, "kind": "sylvester"}, {"size": "all"}, {"rows": 0}],
+)
+def test_bad_parameters_are_refused(params):
+    assert TRANSFORMS.get("rotate").check(params)
+
+
+def calibrated(x, w, act="int4/token"):
+    stat = Stat(x.shape[1], name="a")
+    stat.update(x)
+    return GroupState({"a": w}, (("a",),), QuantSpec.parse("int4/channel"), QuantSpec.parse(act), {"a": stat})
+
+
+def test_auto_candidates():
+    assert candidates((3072,)) == [
+        *[("regular", n) for n in (256, 64, 16)],
+        *[("sylvester", n) for n in (256, 64, 16, 3072)],
+    ]
+    assert candidates((37,)) == []
+
+
+@pytest.mark.parametrize("case", ["outliers", "offset", "plain"])
+def test_auto_is_no_worse_than_any_candidate(case):
+    x, w = torch.randn(96, 128), torch.randn(24, 128)
+    if case == "outliers":
+        x[:, [3, 70]] *= 40
+    elif case == "offset":
+        x[:, :32] += 3
+    state = calibrated(x, w)
+    errors = {choice: output_error(state, choice, 96) for choice in (None, *candidates((128,)))}
+    TRANSFORMS.get("rotate").fit(state, kind="auto")
+    found = output_error(state, None, 96)
+    assert found == pytest.approx(min(errors.values()), rel=1e-3)
+    assert (case == "outliers") <= bool(state.steps)
+
+
+def test_auto_leaves_alone_what_rotation_harms():
+    """Inputs on the grid already: every rotation only adds error, so there is no step."""
+    x, w = torch.randint(-7, 8, (64, 64)).float(), torch.randint(-7, 8, (16, 64)).float()
+    x[:, 0], w[:, 0] = 7, 7
+    state = calibrated(x, w)
+    TRANSFORMS.get("rotate").fit(state, kind="auto")
+    assert state.steps == []
+
+
+def test_auto_needs_calibration():
+    with pytest.raises(DQError, match="kind = 'auto' needs calibration"):
+        TRANSFORMS.get("rotate").fit(state_of(64), kind="auto")
+
+
+def test_v3_offsets():
+    """Vector V3: Sylvester's matrix gathers an offset on one of four groups and loses; the regular one does not."""
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(256, 1024, generator=g), torch.randn(64, 1024, generator=g)
+    x[:, :256] += 3
+
+    def error(kind):
+        turn = (lambda t: t) if kind is None else (lambda t: rotate(t, 256, kind))
+        y = x @ w.T
+        xq = quantize(turn(x), INT4).dequantize()
+        return float((xq @ turn(w).T - y).norm() / y.norm())
+
+    plain, sylvester_error, regular = error(None), error("sylvester"), error("regular")
+    assert plain == pytest.approx(0.133, rel=0.15)
+    assert sylvester_error == pytest.approx(0.515, rel=0.15)
+    assert regular == pytest.approx(0.123, rel=0.15)
+
+
+def test_compiles_without_building_the_matrix_in_the_graph():
+    torch.compiler.reset()
+    turn = torch.compile(lambda t: rotate(t, 192, "random", 7), backend="eager", fullgraph=True)
+    x = torch.randn(4, 192)
+    torch.testing.assert_close(turn(x), rotate(x, 192, "random", 7))

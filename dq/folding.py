@@ -1,0 +1,181 @@
+"""Folding: the division `x / lambda` of a smoothing goes into what makes x, and costs nothing at run time.
+
+    modulation   x = LN(h) (1 + scale) + shift, [shift, scale, ..] = W_m c + b_m:  rows W / lambda,
+                 b_scale' = (b_scale + 1) / lambda - 1,  b_shift' = b_shift / lambda
+    rows         x = values of an attention, or one factor of a GLU:  rows and bias / lambda
+    norm         x = norm(h) * g + b:  g / lambda, b / lambda
+
+Exact in real arithmetic if all that read x have the same lambda; then every number of the producer is rounded once more
+to its own dtype. Through a GELU nothing can be folded. The input of a folded layer is x / lambda itself: whatever else
+was made for x, such as the A of a LoRA, must be multiplied by lambda along K.
+Sources: SmoothQuant (arXiv 2211.10438) for norms, PTQ4DiT (arXiv 2405.16005, section 4.4) for modulations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from dq.family import Family, Fold, find_family
+from dq.linear import QuantizedLinear, quantized_linears
+from dq.registry import DQError
+
+
+def divide_vectors(scale: Tensor, shift: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    """(multiplier, shift) [.., K] with `LN(h) * multiplier + shift = (LN(h) (1 + scale) + shift) / lambda`.
+
+    For a modulation that blocks share (FLUX.2; PixArt, Wan and Sana with their tables), whose weights belong to no
+    single lambda: B K divisions per block and step in place of T K.
+    """
+    return (1 + scale) / lam, shift / lam
+
+
+def refusal(fold: Fold, module: nn.Module, width: int) -> str:
+    """Why 1/lambda [width] cannot go into a producer exactly; "" if it can."""
+    if fold.kind == "norm":
+        weight = getattr(module, "weight", None)
+        same = isinstance(weight, nn.Parameter) and tuple(weight.shape) == (width,)
+        return "" if same else f"it has no weight of {width} channels"
+    if not isinstance(module, nn.Linear):
+        return f"{type(module).__name__} is no linear"
+    if module.out_features != width * fold.chunks:
+        return f"its {module.out_features} rows are not {fold.chunks} x {width}"
+    if fold.kind == "modulation" and module.bias is None:
+        return "it has no bias to take 1/lambda - 1"
+    if isinstance(module, QuantizedLinear):
+        spec = module.config.weights
+        if module.config.rank:
+            return "its low-rank factors rest in 16 bits"
+        if spec.strategy not in ("channel", "group") or spec.scale_format != "fp32" or spec.global_scale:
+            return f"its weights {spec} have no float32 scale per row: fold before quantizing"
+    return ""
+
+
+def fold_into(fold: Fold, module: nn.Module, lam: Tensor, name: str = "the layer") -> None:
+    """Divides one producer by lambda [K] in place, computed in float64.
+
+    Args:
+        fold: its kind, `chunks` and `at`; names are not looked at.
+
+    Raises:
+        DQError: it is not exact there (names the layer).
+    """
+    why = refusal(fold, module, len(lam))
+    if why:
+        raise DQError(f"cannot fold a smoothing factor into {name}: {why}")
+    bias = getattr(module, "bias", None)
+    if fold.kind == "norm":
+        _edit(module.weight, slice(None), lambda t: t / lam.to(t))
+    for place, at in enumerate(fold.at):
+        rows = slice(at * len(lam), (at + 1) * len(lam))
+        one = float(fold.kind == "modulation" and place == 1)  # what the norm's output is multiplied by is 1 + scale
+        if fold.kind != "norm":
+            numbers = module.weight_scale if isinstance(module, QuantizedLinear) else module.weight
+            _edit(numbers, rows, lambda t: t / lam.to(t)[:, None])
+        if bias is not None:
+            _edit(bias, rows, lambda t, one=one: (t + one) / lam.to(t) - one)
+
+
+def _edit(tensor: Tensor, rows: slice, change: Callable[[Tensor], Tensor]) -> None:
+    with torch.no_grad():
+        tensor[rows] = change(tensor[rows].to(torch.float64)).to(tensor.dtype)
+
+
+def smooth_weights(model: nn.Module, fold: Fold, lam: Tensor) -> None:
+    """Smooths a 16-bit model for good: all consumers' weights times lambda [K], the producers divided by it.
+
+    Args:
+        fold: with the names of modules, as `Family.folds_in` gives it.
+
+    Raises:
+        DQError: one of them cannot take it exactly (names the layer); nothing was changed then.
+    """
+    for name in fold.consumers:
+        layer = model.get_submodule(name)
+        if isinstance(layer, QuantizedLinear) or not isinstance(layer, nn.Linear):
+            raise DQError(f"cannot smooth the weight of {name}: a {type(layer).__name__} is no 16-bit linear")
+    _producers(model, fold, lam)
+    for name in fold.consumers:
+        _edit(model.get_submodule(name).weight, slice(None), lambda t: t * lam.to(t))
+
+
+def _producers(model: nn.Module, fold: Fold, lam: Tensor) -> None:
+    """All producers or none."""
+    modules = {name: model.get_submodule(name) for name in fold.producers}
+    for name, module in modules.items():
+        why = refusal(fold, module, len(lam))
+        if why:
+            raise DQError(f"cannot fold a smoothing factor into {name}: {why}")
+    for name, module in modules.items():
+        fold_into(fold, module, lam, name)
+
+
+@dataclass
+class Folded:
+    """What `fold_model` did.
+
+    Attributes:
+        layers: linears that no longer divide.
+        kept: linear -> why it still does.
+    """
+
+    layers: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+def fold_model(model: nn.Module, family: Family | None = None) -> Folded:
+    """Takes the smoothing step out of every quantized linear where the family says what makes its input and folding is
+    exact; in place.
+
+    Raises:
+        DQError: nothing in the model is quantized.
+    """
+    layers = quantized_linears(model)
+    if not layers:
+        raise DQError(f"{type(model).__name__} holds no quantized linear")
+    family, out = family or find_family(model), Folded()
+    smoothed = [n for n, layer in layers.items() if any(step == "smooth" for step, _ in layer.config.steps)]
+    for fold in family.folds_in(layers):
+        if not any(name in smoothed for name in fold.consumers):
+            continue
+        try:
+            _producers(model, fold, _common_factor(layers, fold))
+        except (DQError, AttributeError) as error:
+            out.kept |= dict.fromkeys((n for n in fold.consumers if n in smoothed), str(error))
+            continue
+        for name in fold.consumers:
+            _drop_step(layers[name])
+        out.layers += fold.consumers
+    rest = (n for n in smoothed if n not in out.layers and n not in out.kept)
+    out.kept |= dict.fromkeys(rest, f"the family {family.name} names nothing that its factor can be folded into")
+    return out
+
+
+def _common_factor(layers: dict[str, QuantizedLinear], fold: Fold) -> Tensor:
+    """The factor by which all consumers divide their raw input.
+
+    Raises:
+        DQError: one of them does not, divides by another, or reads the raw input besides.
+    """
+    factors = []
+    for name in fold.consumers:
+        layer = layers.get(name)
+        if layer is None:
+            raise DQError(f"{name} reads the same input and is not quantized")
+        if not layer.config.steps or layer.config.steps[0][0] != "smooth":
+            raise DQError(f"{name} reads the same input and does not divide it first")
+        if layer.config.rank:
+            raise DQError(f"the low-rank branch of {name} reads the raw input")
+        factors.append(layer.smooth_factor)
+    if any(not torch.equal(f, factors[0]) for f in factors):
+        raise DQError(f"{', '.join(fold.consumers)} divide the same input by different factors")
+    return factors[0].clone()
+
+
+def _drop_step(layer: QuantizedLinear) -> None:
+    layer.config = replace(layer.config, steps=layer.config.steps[1:])
+    del layer.smooth_factor
+    layer._choice = None

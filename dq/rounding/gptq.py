@@ -1,0 +1,165 @@
+"""GPTQ: columns are rounded one after the other, and each error is made good by the columns still to come.
+
+    H' = E[x x^T] + damp * mean(diag H) I,   H'^-1 = U^T U (U upper triangular)
+    for every column j, in order:  q = Q(w_j),  W[:, j:] -= (w_j - q) / U_jj * U[j, j:]
+
+minimises `E|W x - Q x|^2` greedily. Sources: GPTQ (arXiv 2210.17323, algorithm 1); static act-order (all scales chosen
+beforehand in natural order, only the visiting order follows diag H) as in MR-GPTQ (arXiv 2509.23202); the target that
+knows the executed input is our own, after GPTAQ (arXiv 2504.02692).
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dq.columns import code_steps
+from dq.qtensor import QTensor, Scales, choose_scale, encode
+from dq.registry import DQError
+from dq.rounding import ROUNDINGS, Job, Rounding
+
+BLOCK = 128
+DAMPS = 3  # escalations, by 10 each, before giving up
+
+
+@dataclass
+class _Stage:
+    """One quantizer of all columns: its scales, and what one code step is worth at every element [N, K]."""
+
+    job: Job
+    scales: Scales
+    step: Tensor
+    zero: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Tensor, job: Job, start: int = 0) -> _Stage:
+        scales = choose_scale(weight, job.spec, job.amax, **job.statistics(start))
+        step, zero = code_steps(scales, job.spec, tuple(weight.shape))
+        return cls(job, scales, step, zero)
+
+    def round(self, column: Tensor, j: int) -> Tensor:
+        step, fmt = self.step[:, j], self.job.spec.fmt
+        if self.zero is None:
+            return fmt.round(column / step) * step
+        zero = self.zero[:, j]
+        return ((torch.round(column / step) + zero).clamp(fmt.min, fmt.max) - zero) * step
+
+
+def executed_target(weight: Tensor, hessian: Tensor, gain: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """(W*, H*): the least-squares weight for the input as it is executed, and that input's second moment.
+
+    With the executed input `x^ = G x + e` (G diagonal, e independent with variances D):
+    `H* = G H G + D` and `W* = W H G H*^-1` minimise `E|W x - W* x^|^2`; then `E|W x - Q x^|^2` is that minimum plus
+    `(W* - Q) H* (W* - Q)^T`, which GPTQ takes over. Where inputs are correlated, W* averages noise out.
+    """
+    cross = hessian * gain  # H G
+    executed = cross * gain[:, None]
+    executed = executed + torch.diag(noise)
+    # Ridge towards W itself: directions without signal keep their weight, all of them where there is none at all.
+    ridge = 1e-4 * executed.diagonal().mean().clamp(min=1e-30) * torch.eye(len(executed)).to(executed)
+    target = torch.linalg.solve((executed + ridge).double(), (cross + ridge).T.double() @ weight.T.double()).T
+    return target.to(weight), executed
+
+
+def inverse_factor(hessian: Tensor, damp: float, name: str) -> Tensor | None:
+    """U upper triangular with `(H + damp * mean(diag H) I)^-1 = U^T U`; None if H is degenerate at any damping."""
+    scale = hessian.diagonal().mean()
+    for _ in range(DAMPS + 1):
+        damped = hessian + (damp * scale) * torch.eye(len(hessian)).to(hessian)
+        low, info = torch.linalg.cholesky_ex(damped)
+        if not info and torch.isfinite(low).all():
+            upper, info = torch.linalg.cholesky_ex(torch.cholesky_inverse(low), upper=True)
+            if not info and torch.isfinite(upper).all():
+                return upper
+        damp *= 10.0
+    warnings.warn(f"{name}: the Hessian stays degenerate at damping {damp / 10:g}; rounded to nearest", stacklevel=2)
+    return None
+
+
+def _sweep(weight: Tensor, upper: Tensor, order: Tensor, stages: list[_Stage], split: int) -> tuple[Tensor, Tensor]:
+    """The loop. Columns arrive in visiting order; `order[i]` is the natural column of position i.
+
+    Returns:
+        first-stage values [N, K] and second-stage values [N, K - split], in natural order.
+    """
+    main, work = torch.empty_like(weight), weight
+    rest = weight.new_zeros(weight.shape[0], weight.shape[1] - split)
+    natural = order.tolist()
+    for start in range(0, len(natural), BLOCK):
+        stop = min(start + BLOCK, len(natural))
+        block, errors = work[:, start:stop].clone(), torch.empty_like(work[:, start:stop])
+        u = upper[start:stop, start:stop]
+        for i in range(stop - start):
+            j, column = natural[start + i], block[:, i]
+            q = stages[0].round(column, j)
+            main[:, j] = q
+            if len(stages) > 1 and j >= split:
+                second = stages[1].round(column - q, j - split)
+                rest[:, j - split] = second
+                q = q + second
+            error = (column - q) / u[i, i]
+            block[:, i:] -= error[:, None] * u[i, i:]
+            errors[:, i] = error
+        work[:, stop:] -= errors @ upper[start:stop, stop:]
+    return main, rest
+
+
+def gptq(job: Job, damp: float = 0.01, order: bool = True, executed: bool = False) -> tuple[QTensor, QTensor | None]:
+    """GPTQ at scales chosen beforehand by the spec's rule (weighted rules take diag H).
+
+    Args:
+        damp: added to the diagonal, in units of its mean; times 10 while the factorisation fails, at most three times.
+        order: visit columns by falling diag H (act-order with static groups: costs nothing at run time).
+        executed: aim at `W x` from the input as the activation grid delivers it, see `executed_target`.
+
+    Raises:
+        DQError: no Hessian (no calibration), or NaN/Inf in it.
+    """
+    if job.hessian is None:
+        raise DQError(f"{job.name}: gptq needs calibration: pass calibration=dq.Prompts([...])")
+    if not torch.isfinite(job.hessian).all():
+        raise DQError(
+            f"{job.name}: the Hessian of the calibration inputs holds NaN or Inf; inputs too large to square?"
+        )
+    weight, hessian = job.weight.to(torch.float32), job.hessian.to(torch.float32)
+    if job.mean is not None:
+        hessian = hessian - torch.outer(job.mean, job.mean).to(hessian)
+    if executed and job.noise is not None:
+        weight, hessian = executed_target(weight, hessian, job.gain, job.noise)
+    job = replace(job, weight=weight, hessian=hessian)
+    dead = hessian.diagonal() <= 0
+    hessian = hessian + torch.diag(dead.to(hessian))
+    split = weight.shape[1] - job.residual
+    stages = [_Stage.of(weight, job)]
+    if job.residual:
+        first = encode(weight, stages[0].scales, job.spec).dequantize()
+        stages.append(_Stage.of((weight - first)[:, split:], job, split))
+    natural = torch.arange(weight.shape[1], device=weight.device)
+    visit = hessian.diagonal().argsort(descending=True, stable=True) if order else natural
+    upper = inverse_factor(hessian[visit][:, visit], damp, job.name)
+    if upper is None:
+        return _nearest(weight, stages, split)
+    # Columns that never carried a signal keep their rounded weight: an input outside the calibration may use them.
+    main, rest = _sweep(weight[:, visit].contiguous(), upper, visit, stages, split)
+    return _encoded(main, rest, stages)
+
+
+def _nearest(weight: Tensor, stages: list[_Stage], split: int) -> tuple[QTensor, QTensor | None]:
+    main = encode(weight, stages[0].scales, stages[0].job.spec)
+    return _encoded(main.dequantize(), (weight - main.dequantize())[:, split:], stages)
+
+
+def _encoded(main: Tensor, rest: Tensor, stages: list[_Stage]) -> tuple[QTensor, QTensor | None]:
+    """Codes of values that lie on the grid already."""
+    done = [encode(v, s.scales, s.job.spec) for v, s in zip((main, rest), stages, strict=False)]
+    return done[0], done[1] if len(done) > 1 else None
+
+
+def _check(params: dict) -> str:
+    return "" if params.get("damp", 0.01) > 0 else "damp is above 0"
+
+
+ROUNDINGS.register(Rounding("gptq", gptq, needs_stats=True, needs_gram=True, check=_check))

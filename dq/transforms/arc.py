@@ -1,0 +1,56 @@
+"""Residual channels (ARCQuant): the S strongest input channels are carried twice, as codes and as what those lost.
+
+    y = Q(x') Q(W')^T + Q(x'_o - Q(x')_o) Q(W'_o)^T                       K + S columns
+      + Q(x')_o Q(W'_o - Q(W')_o)^T                                        dual: K + 2 S
+
+with o the last S channels after the sort of `permute`. One GEMM of the same kind, only wider. Source: ARCQuant
+(arXiv 2601.07475, sections 3.2 and 3.3); the dual form, which mends the weights of these channels too, is our own.
+"""
+
+from __future__ import annotations
+
+from dq.registry import DQError
+from dq.transforms import TRANSFORMS, GroupState, Planned, Transform
+from dq.transforms.permute import fit as sort_channels
+
+MULTIPLE = 16  # of NVFP4 blocks; what tensor cores take
+
+
+def auto_channels(width: int, multiple: int = MULTIPLE) -> int:
+    """K/48 rounded to a multiple of 16, at least 16 (64 at K = 3072), at most half of K."""
+    return min(max(multiple, round(width / 48 / multiple) * multiple), width // 2 // multiple * multiple)
+
+
+def fit(state: GroupState, channels: int = 0, dual: bool = False) -> None:
+    """Sorts the channels of the group and makes the last S residual.
+
+    Args:
+        channels: S; 0 takes `auto_channels(K)`.
+        dual: also for the weights.
+
+    Raises:
+        DQError: without calibration, with 16-bit activations, or if groups do not divide S and K.
+    """
+    count, name = channels or auto_channels(state.width), next(iter(state.weights))
+    for spec in (state.weight_spec, state.act_spec):
+        if spec is None or spec.strategy != "group" or spec.k_segments:
+            raise DQError(f"{name}: residual channels go with weights and activations in groups along K, not {spec}")
+        if count % spec.group_size or state.width % spec.group_size:
+            raise DQError(f"{name}: {count} residual channels of {state.width} are no whole groups of {spec}")
+    sort_channels(state)
+    state.residual, state.dual = count, dual
+
+
+def _planned(shape: tuple[int, int], parts: tuple[int, ...], params: dict, name: str) -> Planned:
+    count = params.get("channels") or auto_channels(shape[1])
+    if not 0 < count <= shape[1]:
+        raise DQError(f"{count} residual channels do not fit the input width {shape[1]} of {name}")
+    return Planned((("permute", {}),), residual=count, dual=params.get("dual", False))
+
+
+def _check(params: dict) -> str:
+    count = params.get("channels", 0)
+    return "" if count >= 0 and count % MULTIPLE == 0 else f"channels is a multiple of {MULTIPLE}, 0 for K/48"
+
+
+TRANSFORMS.register(Transform("arc", fit, 2, needs_stats=True, planned=_planned, check=_check))

@@ -1,0 +1,129 @@
+"""The methods of the field beside each other: one table of recipes on one pipeline, same records, same prompts.
+
+Every method is an ordinary recipe. All share the treatment of the modulation linears, so that rows differ in nothing
+but what they are named after; `bits` counts all that the chosen linears store (scales, residual columns, 16-bit
+factors, run-time tensors) per weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dq.recipe import Recipe
+from dq.registry import DQError, suggest
+
+MODULATION = {"weights": "int4/group64@imatrix", "rounding": "gptq"}
+_INT = {"weights": "int4/channel", "activations": "int4/token"}
+_INT64 = {"weights": "int4/group64", "activations": "int4/group64"}
+_NV = {"weights": "nvfp4", "activations": "nvfp4-token"}
+_FIT = {"weights": "nvfp4@weighted_sweep", "activations": "nvfp4-token"}
+_SMOOTH = {"name": "smooth", "search": True}
+_GPTQ = {"name": "gptq", "damp": 1.0}
+
+
+def _with(base: dict[str, Any], *transforms: Any, **more: Any) -> dict[str, Any]:
+    return base | ({"transforms": list(transforms)} if transforms else {}) | more
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "int8": {"weights": "int8/channel", "activations": "int8/token"},
+    "int4 naive": _INT,
+    "int4 rotated (regular)": _with(_INT, "rotate"),
+    "int4 rotated (Sylvester)": _with(_INT, {"name": "rotate", "kind": "sylvester"}),
+    "int4 rotated + gptq": _with(_INT, "rotate", rounding="gptq"),
+    "int4 duquant": _with(_INT, "smooth", "duquant"),
+    "int4 g64 naive": _INT64,
+    "int4 g64 smooth": _with(_INT64, _SMOOTH),
+    "int4 g64 svdquant": _with(_INT64, _SMOOTH, "lowrank"),
+    "int4 g64 svdquant + gptq": _with(_INT64, _SMOOTH, "lowrank", rounding="gptq"),
+    "int4 g64 svdquant + gptq, damp 1": _with(_INT64, _SMOOTH, "lowrank", rounding=_GPTQ),
+    "nvfp4 naive": _NV,
+    "nvfp4 4over6 activations": _NV | {"activations": "nvfp4-token@4over6"},
+    "nvfp4 weighted sweep": _FIT,
+    "nvfp4 bias correction": _with(_FIT, bias_correction=True),
+    "nvfp4 rotated": _with(_NV, "rotate"),
+    "nvfp4 smooth": _with(_NV, _SMOOTH),
+    "nvfp4 awq": _with(_NV, "awq"),
+    "nvfp4 sorted channels": _with(_FIT, "permute"),
+    "nvfp4 gptq": _with(_FIT, rounding="gptq"),
+    "nvfp4 gptq, damp 1": _with(_FIT, rounding=_GPTQ),
+    "nvfp4 gptq, executed target": _with(_FIT, rounding={"name": "gptq", "executed": True}),
+    "nvfp4 svdquant": _with(_NV, _SMOOTH, "lowrank"),
+    "nvfp4 svdquant + gptq": _with(_NV, _SMOOTH, "lowrank", rounding="gptq"),
+    "nvfp4 svdquant + gptq, damp 1": _with(_NV, _SMOOTH, "lowrank", rounding=_GPTQ),
+    "nvfp4 low rank by output": _with(_FIT, {"name": "lowrank", "weighting": "hessian"}, rounding=_GPTQ),
+    "nvfp4 low rank by loss": _with(_FIT, {"name": "lowrank", "weighting": "noise"}, rounding=_GPTQ),
+    "nvfp4 arc": _with(_NV, "arc"),
+    "nvfp4 arc + gptq": _with(_FIT, "arc", rounding=_GPTQ),
+    "nvfp4 dual arc + gptq": _with(_FIT, {"name": "arc", "dual": True}, rounding=_GPTQ),
+    "nvfp4 dual arc + svd + gptq": _with(_FIT, {"name": "arc", "dual": True}, "lowrank", rounding=_GPTQ),
+}
+PRESETS = ("w4a4-auto", "w4a4-auto-best")
+
+
+def names() -> list[str]:
+    """All methods, in the order of the table."""
+    return [*METHODS, *PRESETS]
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of a method.
+
+    Raises:
+        DQError: unknown (near names are suggested).
+    """
+    if name in METHODS:
+        return Recipe.from_dict({"name": name, "linear": METHODS[name], "modulation": MODULATION})
+    if name in PRESETS:
+        return Recipe.load(name)
+    raise DQError(f"unknown method {name!r}{suggest(name, names())}; dq bench methods --list shows all")
+
+
+def bits(report: Any) -> float:
+    """Stored bits per weight over the linears with 4-bit or 8-bit activations (modulation is weight-only)."""
+    layers = [x for x in report.layers if x.activations is not None]
+    return 8.0 * sum(x.nbytes for x in layers) / max(1, sum(x.shape[0] * x.shape[1] for x in layers))
+
+
+def rows(result: Any, reports: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One JSON-clean row per method: bits, seconds, and every score with its interval."""
+    out = []
+    for c in result.candidates:
+        report = reports[c.name]
+        row = {"method": c.name, "bits": round(bits(report), 3), "seconds": round(report.seconds, 1)}
+        for name, score in c.scores.items():
+            if score.value is not None:
+                row[name] = {"value": score.value, "low": score.low, "high": score.high, "n": score.n}
+        out.append(row)
+    return out
+
+
+def text(table: Iterable[dict[str, Any]], markdown: bool = False) -> str:
+    """The rows as a table; scores as value (95 % interval)."""
+    table = list(table)
+    scores = list(dict.fromkeys(k for row in table for k, v in row.items() if isinstance(v, dict)))
+    lines = [["method", "bits", "seconds", *scores]]
+    for row in table:
+        shown = [_score(row.get(name)) for name in scores]
+        lines.append([row["method"], f"{row['bits']:.2f}", f"{row['seconds']:.0f}", *shown])
+    if markdown:
+        head, *body = ["| " + " | ".join(line) + " |" for line in lines]
+        return "\n".join([head, "|" + "---|" * len(lines[0]), *body]) + "\n"
+    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, wide)).rstrip() for line in lines)
+
+
+def _score(score: dict[str, Any] | None) -> str:
+    if score is None:
+        return "-"
+    value = f"{score['value']:.4g}"
+    if score["low"] is None or not math.isfinite(score["low"]):
+        return value
+    return f"{value} ({score['low']:.3g} to {score['high']:.3g})"
+
+
+def write_markdown(table: list[dict[str, Any]], title: str, path: str) -> None:
+    Path(path).write_text(f"{title}\n\n{text(table, markdown=True)}", encoding="utf-8")
