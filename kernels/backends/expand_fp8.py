@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dq.kernels.activation import api
 from dq.kernels.backends.scaled_mm import refuse_fp8
 from dq.kernels.backends.weight_only import run_16bit
 from dq.kernels.gemm import gemm, gemv, layout, rows
@@ -38,7 +39,7 @@ def _refuse(params: LinearParams, device: torch.device, dtype: torch.dtype, fait
         return f"activations {grid}: only 4-bit grids per token or group"
     if faithful and (grid.columns or 16) not in (16, 32, 64, 128):
         return f"activations in groups of {grid.columns}"
-    return "residual columns on a 4-bit grid" if faithful and getattr(params, "residual", 0) else ""
+    return api.why_not(params.steps, grid, "e4m3", params.width, params.residual) if faithful else ""
 
 
 def _width(params: LinearParams) -> int:
@@ -58,8 +59,7 @@ def _run(x: Tensor, params: LinearParams, faithful: bool) -> Tensor:
         return run_16bit(x, params)
     low = None if params.down is None else x.to(params.down.dtype) @ params.down.T
     grid, width = params.activations if faithful else rows.FP8, _width(params)
-    residual, dual = getattr(params, "residual", 0), getattr(params, "dual", False)
-    codes, scale = rows.activate(x, params.steps, grid, "e4m3", residual, dual, low, width)
+    codes, scale = rows.activate(x, params.steps, grid, "e4m3", params.residual, params.dual, low, width)
     weight, base = expand(params.weight, torch.float8_e4m3fn, params.up, width)
     return gemm.scaled_mm(codes, weight, scale, base, params.bias).to(x.dtype)
 

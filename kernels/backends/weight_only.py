@@ -30,10 +30,10 @@ def _refuse(params: LinearParams, device: torch.device, dtype: torch.dtype, own:
 def run_16bit(x: Tensor, params: LinearParams) -> Tensor:
     """x [M, K] -> [M, N] with activations in 16 bits; float32 sums, one rounding to the dtype of x."""
     pre = apply_steps(x.to(torch.float32), params.steps).to(x.dtype) if params.steps else x
-    residual = getattr(params, "residual", 0)
+    residual = params.residual
     if residual:  # nothing was rounded: what is missing of the last channels is 0
         last = pre[:, -residual:]
-        pre = torch.cat([pre, torch.zeros_like(last)] + [last] * getattr(params, "dual", False), 1)
+        pre = torch.cat([pre, torch.zeros_like(last)] + [last] * params.dual, 1)
     return add_low_rank(weight_only(pre, params.weight, params.bias), x, params)
 
 

@@ -56,6 +56,16 @@ def layout_of(spec: QuantSpec) -> Layout:
     return Layout(KINDS[spec.format], spec.columns or 0, rows)
 
 
+_SAME = ("format", "strategy", "group_size", "block_size", "scale_format", "global_scale", "row_segments", "k_segments",
+         "profile")  # fmt: skip
+
+
+def alike(spec: QuantSpec | None, wanted: QuantSpec) -> bool:
+    """Whether codes and scales mean the same: two specs but for the rule that chose the scales. Compares fields, and
+    makes no spec: layers choose their backend while `torch.compile` traces them."""
+    return spec is not None and all(getattr(spec, name) == getattr(wanted, name) for name in _SAME)
+
+
 def values(codes: Tensor, kind: str, width: int) -> Tensor:
     """float32 [N, width] of stored codes."""
     if kind in ("int8", "e4m3"):

@@ -7,12 +7,13 @@ TRITON_INTERPRET=1 python gemm_cases.py cpu        python gemm_cases.py cuda 0 8
 import itertools
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from dq.kernels.gemm import block_scaled, expand, gemm, gemv, layout
 from dq.linear import QuantizedLinear
-from dq.ops import BACKENDS, pre_quantized
+from dq.ops import BACKENDS, LinearParams, pre_quantized
 from dq.qtensor import fake_quantize, quantize
 from dq.spec import SPECS, QuantSpec
 from dq.transforms import Step, apply_steps
@@ -98,8 +99,6 @@ def few_rows(device: str) -> Iterator[str]:
 
 def _to(weight, device: str):
     """A QTensor on another device."""
-    from dataclasses import replace
-
     parts = {n: getattr(weight, n) for n in ("codes", "scale", "global_scale", "zero_point")}
     return replace(weight, **{n: None if t is None else t.to(device) for n, t in parts.items()})
 
@@ -173,7 +172,9 @@ def backends(device: str) -> Iterator[str]:
     sizes = ((64, 96),) if device == "cpu" else ((64, 96), (48, 320), (768, 512), (60, 200))
     rows = (0, 7, 17) if device == "cpu" else (0, 1, 7, 17, 127, 4608)
     ran = set()
-    for (weights, grid), extras in ((pair, extras) for pair in LAYERS for extras in (False, True)):
+    # The interpreter is slow: there, pairs take turns.
+    turns = [(i, pair, extras) for i, pair in enumerate(LAYERS) for extras in (False, True)]
+    for _, (weights, grid), extras in (t for t in turns if device != "cpu" or t[0] % 2 == t[2]):
         for n, k in sizes:
             if not _mine():
                 continue
@@ -207,7 +208,37 @@ def backends(device: str) -> Iterator[str]:
         yield f"never ran: {missing - ran}"
 
 
-PARTS = (expansions, few_rows, products, block_products, backends)
+def residual_layers(device: str) -> Iterator[str]:
+    """Residual channels, with and without those of the weights, beside low rank: columns of the same product."""
+    for dual in (False, True):
+        for name in ("expand-fp8", "expand-fp8-faithful", "expand-bf16"):
+            if not _mine():
+                continue
+            n, k, s, m = 48, 128, 32, 20
+            here, moved = (
+                LinearParams(
+                    _to(quantize(_random(n, k + s * (1 + dual)) * 0.05, QuantSpec.parse("nvfp4")), where),
+                    QuantSpec.parse("nvfp4-token"), [], (_random(8, k) * 0.1).bfloat16().to(where),
+                    (_random(n, 8) * 0.1).bfloat16().to(where), _random(n).bfloat16().to(where), residual=s, dual=dual,
+                )
+                for where in ("cpu", device)
+            )  # fmt: skip
+            x = _random(m, k).to(torch.float16)
+            own = {"expand-fp8": QuantSpec.parse("fp8_e4m3/token"), "expand-bf16": QuantSpec.parse("nvfp4-token")}
+            q = pre_quantized(x, replace(here, activations=own.get(name, here.activations)))
+            if name == "expand-bf16":  # nothing is rounded
+                q[:, :k], q[:, k : k + s] = x, 0.0
+                q[:, k + s :] = x[:, -s:] if dual else q[:, k + s :]
+            want = q.double() @ here.weight.dequantize().double().T + here.bias.double()
+            want += x.double() @ here.down.double().T @ here.up.double().T
+            backend = BACKENDS.get(name)
+            why = backend.refuse(moved, torch.device(device), x.dtype)
+            wrong = error(backend.run(x.to(device), moved), want) if not why else 0.0
+            if why or not wrong < LEVEL.get(name, 4e-3):
+                yield f"{name} with residual channels, dual {dual}: {why} {wrong:.2e}"
+
+
+PARTS = (expansions, few_rows, products, block_products, backends, residual_layers)
 
 if __name__ == "__main__":
     _SHARE[:] = [int(i) for i in sys.argv[2:4]] or [0, 1]
