@@ -5,7 +5,7 @@ same product. Such GPUs have no 4-bit tensor cores, so 4-bit activations would b
 
     expand-fp8            activations in FP8, one scale per token; up to 16 rows in 16 bits: there the bytes of the
                           weights decide, so these are decoded in registers instead
-    expand-fp8-faithful   activations on the recipe's own 4-bit grid, `element * block scale` rounded to E4M3
+    expand-fp8-faithful   activations on the recipe's own grid; of a 4-bit one `element * block scale` rounded to E4M3
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ def _refuse(params: LinearParams, device: torch.device, dtype: torch.dtype, fait
     why = layout.why_not(spec) or refuse_fp8(params, device, dtype)
     if why or layout.layout_of(spec).bits != 4:
         return why or "only 4-bit weights"
+    if spec.has_zero_point:
+        return "weights with zero points"
     if spec.scale_format == "fp8_e4m3" and spec.global_scale is None:
         return "block scales in E4M3 without a second level may leave the range of their product"
     if grid is None or params.input_scale is not None:
         return "16-bit activations" if grid is None else "static activations"
-    if faithful and (grid.format not in _GRIDS or grid.strategy not in ("token", "group")):
-        return f"activations {grid}: only 4-bit grids per token or group"
+    if faithful and grid != rows.FP8 and (grid.format not in _GRIDS or grid.strategy not in ("token", "group")):
+        return f"activations {grid}: only 4-bit grids per token or group, and FP8 per token"
     if faithful and (grid.columns or 16) not in (16, 32, 64, 128):
         return f"activations in groups of {grid.columns}"
     return api.why_not(params.steps, grid, "e4m3", params.width, params.residual) if faithful else ""

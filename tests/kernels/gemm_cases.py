@@ -20,13 +20,24 @@ from dq.transforms import Step, apply_steps
 
 E4M3 = torch.float8_e4m3fn
 FOUR = ("nvfp4", "int4/group64", "int4/group128", "int4/channel", "int4/tensor", "mxfp4", "nvfp4-token")
-WEIGHT_ONLY = (*FOUR, "int4/group16", "int8/channel", "int8/group64", "fp8_e4m3/channel", "fp8-block", "mxfp8")
+WEIGHT_ONLY = (
+    *FOUR,
+    "uint4/group64",
+    "uint4/group128",
+    "int4/group16",
+    "int8/channel",
+    "int8/group64",
+    "fp8_e4m3/channel",
+    "fp8-block",
+    "mxfp8",
+)
 LAYERS = (
     ("fp8_e4m3/channel", "fp8_e4m3/token"), ("fp8_e4m3/channel", "fp8_e4m3/tensor"),
     ("int8/channel", "int8/token"), ("int4/channel", "int4/token"),
     ("int4/channel", "int8/token"), ("int4/group64", "int4/group64/fp32"), ("int4/group64", "int8/token"),
     ("nvfp4", "nvfp4-token"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp8"), ("fp8-block", "fp8-block-token"),
-    ("int4/group64", None), ("int4/group128", None), ("nvfp4", None), ("fp8_e4m3/channel", None),
+    ("uint4/group64", None), ("int4/group64", None), ("int4/group128", None), ("nvfp4", None),
+    ("fp8_e4m3/channel", None),
 )  # fmt: skip
 # What E4M3 loses of 4-bit values times a block scale: 2^-4 / sqrt(12) or a little more, of each side.
 _SHARE, _COUNT = [0, 1], itertools.count()
@@ -56,7 +67,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def expansions(device: str) -> Iterator[str]:
     """E4M3 and INT8 bit for bit; FP16 too (the interpreter truncates where it should round to BF16)."""
     shapes = ((17, 96), (5, 130)) if device == "cpu" else ((17, 96), (5, 130), (300, 3072), (33, 15360))
-    for text in FOUR:
+    for text in (*FOUR, "uint4/group64"):
         for n, k in shapes:
             if not _mine():
                 continue
@@ -68,6 +79,8 @@ def expansions(device: str) -> Iterator[str]:
                 width = k + 3 * rank + (-(k + 3 * rank) % 16)
                 for dtype in (E4M3, torch.float16, torch.int8):
                     if dtype != E4M3 and (rank or (dtype == torch.int8 and "int4" not in text)):
+                        continue
+                    if "uint4" in text and dtype != torch.float16:
                         continue
                     lay, (codes, scale, unit) = layout.layout_of(weight.spec), layout.parts(weight)
                     rest = (lay.kind, lay.group, lay.rows, k, width if dtype == E4M3 else k, dtype)
