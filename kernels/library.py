@@ -27,6 +27,7 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@torch.compiler.assume_constant_result  # a layer may choose its backend while it is traced
 def why_not(device: torch.device, least: tuple[int, int] = (8, 0), runs_on_cpu: bool = False) -> str:
     """Why Triton kernels cannot run on this device, "" if they can.
 

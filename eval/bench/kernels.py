@@ -137,6 +137,7 @@ class Problem:
     def defined(self, params: LinearParams, grid: str) -> Tensor:
         """float64 result of the dequantized operands for the first rows, on the activation grid `grid`."""
         x = self.x[:ROWS]
+        grid = grid.partition(",")[0]  # what few rows run on stands behind a comma
         q = apply_steps(x.to(torch.float32), params.steps)
         q = q if grid == "16-bit" else fake_quantize(q, QuantSpec.parse(grid))
         y = self.product(q.to(torch.float64), params.weight.dequantize().to(torch.float64))

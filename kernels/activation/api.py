@@ -101,7 +101,7 @@ def _launch(
     strides = (0 if t is None else t.stride(0) for t in (x, gate, mod_scale, extra))
     if m:
         period = 1 if mod_scale is None else m // len(mod_scale)
-        scales = factors if kind == "fp8-group" else blocks
+        scales = factors if _by_group(kind, target) else blocks
         with _on(x.device):
             activate_kernel[(m,)](
                 x, *(x if t is None else t for t in vectors), codes.view(torch.uint8), factors, scales,
@@ -142,8 +142,13 @@ def _empty(x, kind, target, group, residual, dual, width) -> tuple[Tensor, Tenso
     """Unfilled results: codes, factors, and block scales of the target `packed`."""
     m, groups = len(x), 0 if not group else -(-(x.shape[1] + residual * (1 + dual)) // group)
     codes = x.new_empty(m, width, dtype=_CODES[target])
-    factors = x.new_empty(m, groups if kind == "fp8-group" else 1, dtype=torch.float32)
+    factors = x.new_empty(m, groups if _by_group(kind, target) else 1, dtype=torch.float32)
     return codes, factors, x.new_empty(m, groups if target == "packed" else 0, dtype=torch.uint8)
+
+
+def _by_group(kind: str, target: str) -> bool:
+    """Whether factors are those of groups, which a product applies to partial sums."""
+    return kind == "fp8-group" or (kind == "int4-group" and target == "int8")
 
 
 def _pow2(n: int) -> int:
@@ -236,7 +241,8 @@ def activate(
     width: int | None = None,
     front: Front | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(codes [M, width], factors float32 [M, 1]; [M, K / group] for FP8 with groups) of x [..., K], M rows in all.
+    """(codes [M, width], factors float32 [M, 1]) of x [..., K], M rows in all; groups of FP8, and of INT4 as `int8`,
+    have factors of their own, [M, K / group].
 
     Args:
         x: BF16, FP16 or float32; any strides, the last axis best contiguous.

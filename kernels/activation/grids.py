@@ -78,6 +78,6 @@ def target_refused(grid: Grid, target: str) -> str:
         return f"unknown target {target!r}: one of {', '.join(TARGETS)}"
     if target == "packed" and grid.kind not in ("int4", "nvfp4", "mxfp4"):
         return f"{grid.kind} has no codes of 4 bits with scales in 8 bits"
-    if target == "int8" and grid.kind not in ("int8", "int4"):
-        return f"INT8 tensor cores take whole numbers with one scale per row, not {grid.kind}"
+    if target == "int8" and grid.kind not in ("int8", "int4", "int4-group"):
+        return f"INT8 tensor cores take whole numbers, not {grid.kind}"
     return f"{grid.kind} codes do not fit E4M3" if target == "e4m3" and grid.kind == "int8" else ""

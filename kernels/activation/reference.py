@@ -69,6 +69,9 @@ def activate_reference(
     if grid.kind == "fp8-group":
         codes = encode(x, scales, spec).codes[:, : x.shape[1]]
         return _padded(codes, width), scales.scale
+    if grid.kind == "int4-group" and target == "int8":
+        codes = spec.fmt.unpack_values(encode(x, scales, spec).codes, x.shape[1]).to(torch.int8)
+        return _padded(codes, width), scales.scale.to(torch.float32)
     beside = x.new_zeros(len(x), 1) if extra is None else extra.to(torch.float32).abs().amax(1, keepdim=True)
     base, second = _base(x, scales, grid, spec, beside)
     value, meant = _values(x, scales, grid, spec, base)

@@ -13,21 +13,12 @@ from dq.ops import BACKENDS, Backend, LinearParams, own_grid
 from dq.spec import SPECS
 
 _PAIRS = {"nvfp4": "nvfp4-token", "mxfp4": "mxfp4", "mxfp8": "mxfp8"}
-
-
-def _pair(params: LinearParams) -> str:
-    """Which of `_PAIRS` the layer is, whatever its scale rules; "" if none."""
-    for name, other in _PAIRS.items():
-        weights, grid = SPECS.get(name).spec, SPECS.get(other).spec
-        rule = dict(scale_rule=weights.scale_rule, rule_params=())
-        same = params.activations is not None and params.activations.with_(**rule, dynamic=grid.dynamic) == grid
-        if same and params.weight.spec.with_(**rule) == weights:
-            return name
-    return ""
+_SPECS = [(SPECS.get(weights).spec, SPECS.get(grid).spec) for weights, grid in _PAIRS.items()]
 
 
 def _refuse(params: LinearParams, device: torch.device, dtype: torch.dtype) -> str:
-    if not _pair(params):
+    weight, grid = params.weight.spec, params.activations
+    if not any(layout.alike(weight, w) and layout.alike(grid, g) for w, g in _SPECS):
         return "only " + ", ".join(f"{w} weights with {a} activations" for w, a in _PAIRS.items())
     if dtype not in (torch.bfloat16, torch.float16):
         return f"input dtype {dtype}"
@@ -35,7 +26,7 @@ def _refuse(params: LinearParams, device: torch.device, dtype: torch.dtype) -> s
     if why or capability(device)[0] not in (10, 12):
         return why or f"no block-scaled tensor cores on compute capability {capability(device)}"
     k = params.weight.shape[1]
-    return "residual columns" if getattr(params, "residual", 0) else "" if k % 64 == 0 else f"K={k}: multiples of 64"
+    return "residual columns" if params.residual else "" if k % 64 == 0 else f"K={k}: multiples of 64"
 
 
 def _run(x: Tensor, params: LinearParams) -> Tensor:

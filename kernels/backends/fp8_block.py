@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dq.kernels.backends.scaled_mm import add_low_rank
-from dq.kernels.gemm import gemm, rows
+from dq.kernels.gemm import gemm, layout, rows
 from dq.kernels.library import why_not
 from dq.ops import BACKENDS, Backend, LinearParams, own_grid
 from dq.spec import SPECS
@@ -15,10 +15,10 @@ _WEIGHTS, _ACTIVATIONS = SPECS.get("fp8-block").spec, SPECS.get("fp8-block-token
 
 
 def _refuse(params: LinearParams, device: torch.device, dtype: torch.dtype) -> str:
-    if params.weight.spec.with_(scale_rule="absmax", rule_params=()) != _WEIGHTS or params.activations != _ACTIVATIONS:
+    if not layout.alike(params.weight.spec, _WEIGHTS) or params.activations != _ACTIVATIONS:
         return "only fp8-block weights with fp8-block-token activations"
-    if getattr(params, "residual", 0) or dtype not in (torch.bfloat16, torch.float16):
-        return "residual columns" if getattr(params, "residual", 0) else f"input dtype {dtype}"
+    if params.residual or dtype not in (torch.bfloat16, torch.float16):
+        return "residual columns" if params.residual else f"input dtype {dtype}"
     return why_not(device, (8, 9), runs_on_cpu=True)
 
 

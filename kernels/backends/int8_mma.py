@@ -38,7 +38,7 @@ def _refuse(params: LinearParams, device: torch.device, dtype: torch.dtype) -> s
         return "only INT8 and INT4 weights with one level of scales"
     if _group(params) not in gemm.GROUPS or (grid.group_size and spec.group_size not in (None, grid.group_size)):
         return f"weights in groups of {spec.group_size} with activations in groups of {grid.group_size}"
-    if params.input_scale is not None or getattr(params, "residual", 0):
+    if params.input_scale is not None or params.residual:
         return "static activations" if params.input_scale is not None else "residual columns"
     return "" if dtype in (torch.bfloat16, torch.float16) else f"input dtype {dtype}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dq.kernels.gemm import gemm, rows
+from dq.kernels.gemm import gemm, layout, rows
 from dq.kernels.library import why_not
 from dq.ops import BACKENDS, Backend, LinearParams, own_grid
 from dq.spec import QuantSpec
@@ -25,9 +25,9 @@ def refuse_fp8(params: LinearParams, device: torch.device, dtype: torch.dtype) -
 
 def _refuse(params: LinearParams, device: torch.device, dtype: torch.dtype) -> str:
     grids = (_STATIC,) if params.input_scale is not None else (rows.FP8,)
-    if params.weight.spec.with_(scale_rule="absmax", rule_params=()) != _WEIGHTS or params.activations not in grids:
+    if not layout.alike(params.weight.spec, _WEIGHTS) or params.activations not in grids:
         return "only fp8_e4m3/channel weights with fp8_e4m3/token or static fp8_e4m3/tensor activations"
-    if getattr(params, "residual", 0) and params.input_scale is not None:
+    if params.residual and params.input_scale is not None:
         return "residual columns need scales per token"
     k = params.weight.shape[1]
     return refuse_fp8(params, device, dtype) or ("" if k % 16 == 0 else f"K={k} must be a multiple of 16")
@@ -47,7 +47,7 @@ def _run(x: Tensor, params: LinearParams) -> Tensor:
     if params.input_scale is not None:
         codes, scale = _static(x, params)
     else:
-        residual, dual = getattr(params, "residual", 0), getattr(params, "dual", False)
+        residual, dual = params.residual, params.dual
         codes, scale = rows.activate(x, params.steps, rows.FP8, "e4m3", residual, dual)
     y = gemm.scaled_mm(codes, weight.codes, scale, weight.scale.reshape(-1), params.bias)
     return add_low_rank(y, x, params).to(x.dtype)

@@ -27,16 +27,16 @@ def _refuse(params: LinearParams, device: torch.device, dtype: torch.dtype, own:
     return layout.why_not(params.weight.spec) or why_not(device, runs_on_cpu=True)
 
 
-def _run(x: Tensor, params: LinearParams) -> Tensor:
-    """x [M, K] -> [M, N]; float32 sums, one rounding to the dtype of x."""
+def run_16bit(x: Tensor, params: LinearParams) -> Tensor:
+    """x [M, K] -> [M, N] with activations in 16 bits; float32 sums, one rounding to the dtype of x."""
     pre = apply_steps(x.to(torch.float32), params.steps).to(x.dtype) if params.steps else x
-    residual = getattr(params, "residual", 0)
+    residual = params.residual
     if residual:  # nothing was rounded: what is missing of the last channels is 0
         last = pre[:, -residual:]
-        pre = torch.cat([pre, torch.zeros_like(last)] + [last] * getattr(params, "dual", False), 1)
+        pre = torch.cat([pre, torch.zeros_like(last)] + [last] * params.dual, 1)
     return add_low_rank(weight_only(pre, params.weight, params.bias), x, params)
 
 
 for _name, _priority, _own in (("w4a16-gemv", 60, True), ("expand-bf16", 10, False)):
-    _backend = Backend(_name, _priority, partial(_refuse, own=_own), _run, lambda params: "16-bit", faithful=_own)
+    _backend = Backend(_name, _priority, partial(_refuse, own=_own), run_16bit, lambda params: "16-bit", faithful=_own)
     BACKENDS.register(_backend)

@@ -5,7 +5,7 @@
            E4M3 block scales (NVFP4)           base = 8 * second level,  e4m3 = E4M3(code * scale / 8)
            other groups                        base = largest scale of the row / 32 (INT4) or / 64 (MXFP4),
                                                e4m3 = E4M3(code * scale / base)
-    float  code * scale * second level, rounded once
+    float  (code - zero point) * scale * second level, rounded once
     INT8   the codes of INT4
 
 With a low-rank branch, E4M3 rows continue with `up` in two stages, [U1 | U1 | U2], to meet [T1 | T2 | T1] of the input:
@@ -27,7 +27,7 @@ from dq.qtensor import QTensor
 from dq.scales import ceil_log2, divide, power
 
 _TARGETS = {torch.float8_e4m3fn: 0, torch.bfloat16: 1, torch.float16: 1, torch.int8: 2}
-KINDS = ("int4", "e2m1", "int8", "e4m3")
+KINDS = {"int4": 0, "uint4": 0, "e2m1": 1, "int8": 2, "e4m3": 3}  # as kernels count them
 
 
 def _pow2(n: int) -> int:
@@ -45,8 +45,8 @@ def as_bytes(t: Tensor) -> Tensor:
 
 
 def unit_kind(unit: Tensor | None) -> int:
-    """How kernels read the second level: 0 none, 1 one for the tensor, 2 one per row."""
-    return 0 if unit is None else 1 + (unit.numel() > 1)
+    """How kernels read the second level: 0 none, 1 one for the tensor, 2 one per row; 3: these are zero points."""
+    return 0 if unit is None else 3 if unit.dtype == torch.uint8 else 1 + (unit.numel() > 1)
 
 
 def _launch(codes, scale, unit, up, kind, group, rows, k, width, dtype) -> tuple[Tensor, Tensor]:
@@ -60,8 +60,10 @@ def _launch(codes, scale, unit, up, kind, group, rows, k, width, dtype) -> tuple
     data = (scales, scales if unit is None else unit, scales if up is None else up, as_bytes(out))
     sizes = (n, k, groups)
     options = dict(
-        KIND=KINDS.index(kind), SCALE=scale_kind(scale), UNIT=unit_kind(unit), FP8=native_fp8(codes.device),
-        GROUPS=_pow2(groups), RANK=_pow2(rank) if rank else 0, EXTRA=_pow2(extra) if extra else 0, num_warps=4,
+        KIND=KINDS[kind], SCALE=scale_kind(scale), UNIT=unit_kind(unit), FP8=native_fp8(codes.device),
+        # E4M3 scales need no row maximum: one compiled kernel for every K.
+        GROUPS=1 if scale_kind(scale) == 1 else _pow2(groups), RANK=_pow2(rank) if rank else 0,
+        EXTRA=_pow2(extra) if extra else 0, num_warps=4,
     )  # fmt: skip
     size = (group if groups > 1 else 0) or 64  # elements that a tile takes at one scale
     words = dtype == torch.float8_e4m3fn and capability(codes.device) >= (8, 9) and not (k % 8 or width % 4)
@@ -97,7 +99,7 @@ def _launch_words(codes, data, base, sizes, rank, width, rows, size, options) ->
 
     scale, unit, up, out = data
     # Where the largest scale of a row is needed, a program is one row, which finds it alone.
-    one = options["GROUPS"] > 1 and options["SCALE"] != 1
+    one = options["GROUPS"] > 1
     rest = dict(BN=1, BG=max(1, 2048 // size), num_warps=2) if one else dict(BN=4, BG=max(1, 1024 // size))
     tile, options = dict(WORDS=size // 8), options | rest
     steps = -(-sizes[1] // (size * options["BG"]))
@@ -110,12 +112,11 @@ def _launch_words(codes, data, base, sizes, rank, width, rows, size, options) ->
 def _reference(codes, scale, unit, up, kind, group, rows, k, width, dtype) -> tuple[Tensor, Tensor]:
     """The formulas of the module, in float32."""
     lay, n = Layout(kind, group if scale.shape[1] > 1 else 0, rows), len(codes)
-    value = layouts.values(codes, kind, k)
+    value, second = layouts.element_values(codes, scale, unit, lay, k)
     base = torch.ones(n)
     if dtype == torch.int8:
         return value.to(torch.int8), base
     steps = layouts.spread(layouts.scale_values(scale), lay, n, 0)
-    second = torch.ones(n) if unit is None else unit.expand(n)
     if dtype != torch.float8_e4m3fn:
         return (value * layouts.spread(steps * second[:, None], Layout(kind, lay.group, 1), n, k)).to(dtype), base
     if scale.dtype == torch.float8_e4m3fn:

@@ -92,16 +92,18 @@ def gemm(
     return _gemm(a, b, sa, sb, bias, group, rows, dtype)
 
 
+FEW = 16  # rows up to which cuBLASLt refuses some shapes (1 x 14336 by 14336 x 4096 on an H200)
+
+
 def scaled_mm(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
     """`(a sa) (b sb)^T + bias` in BF16 by cuBLASLt, for E4M3 a [M, K], b [N, K], sa [M, 1], sb [N].
 
     K and N must be multiples of 16. Sums stay in the tensor cores' accumulators (about 14 bits of mantissa): that loses
-    1e-3 where the operands' own rounding loses 4e-2, and gains 15 %. On the CPU the same in float32.
+    1e-3 where the operands' own rounding loses 4e-2, and gains 15 %. Up to `FEW` rows, and on the CPU: `gemm`.
     """
     bias = None if bias is None else bias.to(torch.bfloat16)
-    if a.device.type == "cpu":
-        y = (a.to(torch.float32) @ b.to(torch.float32).T) * (sa * sb)
-        return (y if bias is None else y + bias.to(torch.float32)).to(torch.bfloat16)
+    if len(a) <= FEW or a.device.type == "cpu":
+        return gemm(a, b, sa, sb[:, None], bias)
     return torch._scaled_mm(
         a, b.t(), scale_a=sa, scale_b=sb[None], bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
     )

@@ -1,6 +1,6 @@
 """Weight-only products, x in 16 bits: for few rows W is decoded in registers, above that expanded for cuBLAS.
 
-    y = x @ W^T + bias,  W = code * scale * second level
+    y = x @ W^T + bias,  W = (code - zero point) * scale * second level
 
 Up to `LIMIT` rows the bytes of W decide, so it is read once at its width at rest; with more rows the arithmetic does,
 and one pass that writes W in 16 bits pays off.
@@ -82,7 +82,7 @@ def _launch(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
         x.contiguous(), expansion.as_bytes(codes).view(torch.uint8), scale_bytes, scale_bytes if unit is None else unit,
         out if bias is None else bias, out, partial, counter,
         m, n, k, scale.shape[1], codes.shape[1], rows or n, steps, split,
-        KIND=expansion.KINDS.index(kind), SCALE=expansion.scale_kind(scale), UNIT=expansion.unit_kind(unit),
+        KIND=expansion.KINDS[kind], SCALE=expansion.scale_kind(scale), UNIT=expansion.unit_kind(unit),
         BIAS=bias is not None, dtype=dtype, ASM=x.is_cuda, EVEN=k % size == 0, **shape, **tile,
     )  # fmt: skip
     return out
@@ -103,8 +103,8 @@ def _run(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
 def _reference(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
     n, k = len(codes), x.shape[1]
     lay = Layout(kind, group if scale.shape[1] > 1 else 0, rows)
-    weight = layouts.values(codes, kind, k) * layouts.spread(layouts.scale_values(scale), lay, n, k)
-    weight = weight if unit is None else weight * unit.expand(n)[:, None]
+    value, second = layouts.element_values(codes, scale, unit, lay, k)
+    weight = value * layouts.spread(layouts.scale_values(scale), lay, n, k) * second[:, None]
     y = x.to(torch.float32) @ weight.T
     return (y if bias is None else y + bias.to(torch.float32)).to(x.dtype)
 

@@ -12,7 +12,7 @@ from dq.qtensor import QTensor
 from dq.spec import QuantSpec
 
 KINDS = {
-    "int4": "int4", "int4_wide": "int4", "int4_full": "int4", "fp4_e2m1": "e2m1",
+    "uint4": "uint4", "int4": "int4", "int4_wide": "int4", "int4_full": "int4", "fp4_e2m1": "e2m1",
     "int8": "int8", "int8_wide": "int8", "int8_full": "int8", "fp8_e4m3": "e4m3",
 }  # fmt: skip
 SCALES = ("fp32", "fp16", "bf16", "fp8_e4m3", "e8m0")
@@ -24,7 +24,8 @@ class Layout:
     """How a kernel reads a weight [N, K].
 
     Attributes:
-        kind: `int4`, `e2m1` (two codes a byte, the first in the low nibble), `int8` or `e4m3`.
+        kind: `int4`, `uint4` (with a zero point for every scale), `e2m1` (these: two codes a byte, the first in the low
+            nibble), `int8` or `e4m3`.
         group: columns that share a scale; 0 where a whole row does.
         rows: rows that share a scale; 0 where all do.
     """
@@ -35,7 +36,7 @@ class Layout:
 
     @property
     def bits(self) -> int:
-        return 4 if self.kind in ("int4", "e2m1") else 8
+        return 4 if self.kind in ("int4", "uint4", "e2m1") else 8
 
 
 def why_not(spec: QuantSpec) -> str:
@@ -46,6 +47,8 @@ def why_not(spec: QuantSpec) -> str:
         return f"scales {spec.scale_format} of profile {spec.profile}"
     if spec.row_segments or spec.k_segments:
         return "weights with segments"
+    if spec.has_zero_point and (not spec.columns or spec.columns < 32 or spec.global_scale or spec.block_size):
+        return f"zero points of {spec}: only one level of scales, groups of 32 or more"
     group = spec.columns or 16
     return "" if group in (16, 32, 64, 128, 256) else f"groups of {group}: only 16, 32, 64, 128 and 256"
 
@@ -56,11 +59,23 @@ def layout_of(spec: QuantSpec) -> Layout:
     return Layout(KINDS[spec.format], spec.columns or 0, rows)
 
 
+_SAME = ("format", "strategy", "group_size", "block_size", "scale_format", "global_scale", "row_segments", "k_segments",
+         "profile")  # fmt: skip
+
+
+def alike(spec: QuantSpec | None, wanted: QuantSpec) -> bool:
+    """Whether codes and scales mean the same: two specs but for the rule that chose the scales. Compares fields, and
+    makes no spec: layers choose their backend while `torch.compile` traces them."""
+    return spec is not None and all(getattr(spec, name) == getattr(wanted, name) for name in _SAME)
+
+
 def values(codes: Tensor, kind: str, width: int) -> Tensor:
     """float32 [N, width] of stored codes."""
     if kind in ("int8", "e4m3"):
         return codes[:, :width].to(torch.float32)
     low = torch.stack([codes & 15, codes >> 4], -1).flatten(1)[:, :width].to(torch.int32)
+    if kind == "uint4":
+        return low.to(torch.float32)
     if kind == "int4":
         return ((low ^ 8) - 8).to(torch.float32)
     magnitude = torch.tensor(_E2M1, device=codes.device)[low & 7]
@@ -74,6 +89,16 @@ def scale_values(scale: Tensor) -> Tensor:
     return scale.to(torch.float32)
 
 
+def element_values(
+    codes: Tensor, scale: Tensor, unit: Tensor | None, layout: Layout, width: int
+) -> tuple[Tensor, Tensor]:
+    """(codes less their zero points [N, width], second level [N]), float32, of what `parts` gives."""
+    value, rows = values(codes, layout.kind, width), len(codes)
+    if layout.kind == "uint4":
+        return value - spread(unit.to(torch.float32), layout, rows, width), torch.ones(rows)
+    return value, torch.ones(rows) if unit is None else unit.expand(rows)
+
+
 def spread(scale: Tensor, layout: Layout, rows: int, width: int) -> Tensor:
     """Scales [R, G] -> one for each row and group, [rows, G]; with `width` > 0 one for each element, [rows, width]."""
     scale = scale.expand(rows, -1) if layout.rows == 0 else scale.repeat_interleave(layout.rows, 0)[:rows]
@@ -83,6 +108,8 @@ def spread(scale: Tensor, layout: Layout, rows: int, width: int) -> Tensor:
 
 
 def parts(weight: QTensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(codes, scale, second level) as the operators take them: E4M3 codes stay, everything contiguous."""
+    """(codes, scale, second level) as the operators take them; in the place of a second level, zero points if any."""
+    if weight.zero_point is not None:
+        return weight.codes, weight.scale, weight.zero_point
     unit = None if weight.global_scale is None else weight.global_scale.reshape(-1)
     return weight.codes, weight.scale, unit

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dq.cli import main
-from dq.eval.bench import activation, formats, speed
+from dq.eval.bench import activation, formats, kernels, speed
 from dq.qtensor import quantize
 from dq.spec import QuantSpec
 
@@ -116,3 +116,31 @@ def test_activation_table(monkeypatch):
     assert [r["grid"] for r in result["rows"]] == [g for g, _ in activation.GRIDS]
     assert all(r["floor_us"] == pytest.approx(2 * 256 * 3 / 1e3) and r["rotate"] > 0 for r in result["rows"])
     assert "2 x 256" in activation.text(result) and "(1.00)" in activation.text(result)
+
+
+def test_kernels_report(tmp_path, capsys):
+    """On a small CPU problem the error of the operands is that of BF16, of the layer that of its grids."""
+    out = tmp_path / "k.json"
+    assert main(["bench", "kernels", "--divide", "48", "--repeat", "1", "--device", "cpu", "--models", "flux",
+                 "--engines", "fp8", "w4a4-nvfp4-svd", "w4a16 g64", "--json", str(out)]) == 0  # fmt: skip
+    result = json.loads(out.read_text())
+    assert {"dq", "torch"} <= set(result["environment"]["versions"])
+    rows = [r for r in result["rows"] if (r["k"], r["n"]) == (64, 256)]
+    assert [r["engine"] for r in rows] == ["bf16", "fp8", "w4a4-nvfp4-svd", "w4a16 g64"]
+    assert all(r["error"] < 3e-3 and r["us"] > 0 and r["ratio"] > 0 and r["limit"] > 0 for r in rows)
+    assert rows[1]["layer"] < 0.06 < rows[2]["layer"] < 0.2
+    assert "flux: M 96, K 64, N 256" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("option", "word"), [("--models", "fluxx"), ("--engines", "fp9")])
+def test_kernels_refuses_unknown_words(option, word, capsys):
+    assert main(["bench", "kernels", "--device", "cpu", option, word]) == 2
+    assert f"{word!r}; did you mean" in capsys.readouterr().err
+
+
+def test_every_engine_is_a_layer():
+    problem = kernels.Problem(4, 256, 256, torch.device("cpu"))
+    for engine in kernels.ENGINES:
+        params = problem.layer(engine).params
+        y = kernels.choose_backend(params, problem.device, torch.bfloat16).backend.run(problem.x, params)
+        assert kernels.relative(y, problem.defined(params, str(params.activations or "16-bit"))) < 3e-3, engine

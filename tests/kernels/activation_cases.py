@@ -39,6 +39,7 @@ def turned(size: int) -> Step:
 
 def targets(grid: str) -> tuple[str, ...]:
     more = {"int8/token": ("int8",), "int4/token": ("e4m3", "int8", "packed")}
+    more |= dict.fromkeys(("int4/group64/fp32", "int4/group32/fp16"), ("e4m3", "int8"))
     more |= dict.fromkeys(("nvfp4-token", "mxfp4", "mxfp4@rceil"), ("e4m3", "packed"))
     return more.get(grid, ("e4m3",))
 

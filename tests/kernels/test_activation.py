@@ -97,6 +97,7 @@ def test_compiles_for(generation, tmp_path, monkeypatch):
     assert not re.search(r"cvt\S*e4m3", whole)
     _ptx(generation, KIND="nvfp4", GROUP=16, ROTATE=256, RESIDUAL=256, DUAL=True, EXTRA=32, TAIL=128)
     _ptx(generation, RESIDUAL=128, DUAL=True)
+    _ptx(generation, KIND="int4-group", GROUP=64, TARGET="int8")
     packed = _ptx(generation, KIND="nvfp4", GROUP=16, TARGET="packed")
     assert not re.search(r"cvt\S*e4m3", packed) and len(re.findall(r"st\.global", packed)) <= each // 8 * 2 + 2
 

@@ -56,11 +56,13 @@ def _float64(x: torch.Tensor, layer: QuantizedLinear) -> torch.Tensor:
 @pytest.mark.parametrize("extras", [False, True], ids=["plain", "smooth-rotate-lowrank"])
 @pytest.mark.parametrize(("weights", "activations"), PAIRS, ids=lambda v: str(v).replace("/", "-"))
 def test_backends_agree_with_the_definition(weights, activations, extras, device):
-    """Relative error against float64: bf16 output rounding (2^-9) and accumulation, nothing more."""
+    """Relative error against float64: bf16 output rounding (2^-9) and accumulation, nothing more, but for the values of
+    4-bit grids that run rounded to E4M3. Backends on other grids: gemm_cases.py."""
     for n, k in ((64, 96), (48, 320)):
         layer = _layer(weights, activations, n, k, device, extras, extras)
         for backend in BACKENDS:
-            if backend.available() or backend.refuse(layer.params, torch.device(device), torch.bfloat16):
+            why = backend.available() or backend.refuse(layer.params, torch.device(device), torch.bfloat16)
+            if why or not backend.faithful:
                 continue
             for rows in ROWS:
                 x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).bfloat16()
@@ -69,7 +71,13 @@ def test_backends_agree_with_the_definition(weights, activations, extras, device
                 ref = _float64(x, layer)
                 layer.to(device)
                 error = (y.cpu().double() - ref).norm() / ref.norm().clamp(min=1e-9)
-                assert error < 4e-3, (backend.name, n, k, rows, float(error))
+                assert error < (5e-2 if backend.name == "expand-fp8-faithful" else 4e-3), (
+                    backend.name,
+                    n,
+                    k,
+                    rows,
+                    float(error),
+                )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -94,5 +102,5 @@ def test_fp8_runs_on_tensor_cores():
     assert layer._choice[1].backend.name == "cublaslt-fp8"
     odd = _layer("fp8_e4m3/channel", "fp8_e4m3/token", 60, 96, "cuda", False, False)
     odd(torch.randn(4, 96, device="cuda").bfloat16())
-    assert odd._choice[1].backend.name == "torch-reference"
-    assert "multiples of 16" in odd._choice[1].refused["cublaslt-fp8"]
+    assert odd._choice[1].backend.name == "expand-bf16"
+    assert "multiple of 16" in odd._choice[1].refused["cublaslt-fp8"]

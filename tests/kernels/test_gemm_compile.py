@@ -1,12 +1,18 @@
 """Every kernel of dq.kernels.gemm compiles for each generation that its backend declares, to the instructions meant."""
 
+import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 GENERATIONS = (80, 89, 90, 100, 120)
+_SPEC = importlib.util.spec_from_file_location("dq_tests_compiling", Path(__file__).with_name("compiling.py"))
+compiling = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(compiling)
+_products = compiling.products
 
 
 @pytest.fixture(autouse=True)
@@ -17,15 +23,9 @@ def _own_cache(tmp_path, monkeypatch):
 def _ptx(module: str, name: str, generation: int, types: dict, constants: dict, **options) -> str:
     from importlib import import_module
 
-    from tests.kernels.compiling import ptx
-
-    return ptx(getattr(import_module(f"dq.kernels.gemm.jit.{module}"), name), generation, types, constants, **options)
-
-
-def _products(text: str) -> set[str]:
-    from tests.kernels.compiling import products
-
-    return products(text)
+    return compiling.ptx(
+        getattr(import_module(f"dq.kernels.gemm.jit.{module}"), name), generation, types, constants, **options
+    )
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -40,6 +40,8 @@ def test_expand(generation):
         assert ("cvt.rn.satfinite.e4m3x2.f32" in text) == (generation >= 90)
         assert "ld.global.v" in text and "st.global.v4.b32" in text
     constants = common | dict(KIND=0, SCALE=0, BYTES=32, BG=16, RANK=0, EXTRA=0)
+    zeros = types | dict(scale_ptr="*fp16", out_ptr="*bf16", unit_ptr="*u8")
+    _ptx("expand", "expand_kernel", generation, zeros, constants | dict(TARGET=1, UNIT=3))
     for target, pointer in ((1, "*bf16"), (2, "*i8")):
         kinds = types | dict(scale_ptr="*fp16", out_ptr=pointer)
         text = _ptx("expand", "expand_kernel", generation, kinds, constants | dict(TARGET=target))
@@ -76,7 +78,10 @@ def test_gemv(generation, case):
         KIND=kind, SCALE=scale, UNIT=1, BIAS=True, dtype=tl.bfloat16, ASM=True, EVEN=True, BYTES=size, INSIDE=inside,
         PER_STEP=per_step, BN=32, BM=8, SPLIT=True, rows_per_scale=1,
     )  # fmt: skip
-    text = _ptx("gemv", "gemv_kernel", generation, types, constants, num_warps=1, num_stages=5)
+    if not scale and kind == 0:  # with zero points
+        zeros = types | dict(unit_ptr="*u8")
+        _ptx("gemv", "gemv_kernel", generation, zeros, constants | dict(UNIT=3), num_warps=1, num_stages=3)
+    text = _ptx("gemv", "gemv_kernel", generation, types, constants, num_warps=1, num_stages=3)
     assert _products(text) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
     assert "cp.async.c" in text and "e4m3" not in text and "atom" in text
     if kind < 2:  # decoded without conversions: they run at a quarter of the rate

@@ -107,9 +107,10 @@ def _store(
         tl.store(out + half + SHIFT // 2, nibbles(v, KIND, C), mask=inside)
     else:
         tl.store(out + at + SHIFT, e4m3_bits(v * share[:, None], HARDWARE), mask=inside)
-    if KIND == "fp8-group" or (TARGET == "packed" and GROUP > 0):
+    FLOATS: tl.constexpr = KIND == "fp8-group" or (KIND == "int4-group" and TARGET == "int8")
+    if FLOATS or (TARGET == "packed" and GROUP > 0):
         begins = (start % GROUP == 0) & (start >= FROM) & (start < K)
-        if KIND != "fp8-group":
+        if not FLOATS:
             scale = scale_bytes(scale, KIND)
         tl.store(blocks + (start + SHIFT) // GROUP, scale, mask=begins)
 
@@ -128,7 +129,7 @@ def activate_kernel(
 
     Args:
         period: rows of x that share a row of the adaLN tensors.
-        block_ptr: block scales [M, groups]: float32 of `fp8-group`, bytes of the target `packed`.
+        block_ptr: block scales [M, groups]: float32 of `fp8-group` and of INT4 groups as INT8, bytes of `packed`.
         width: bytes of a row of codes; rank: columns of `extra`.
         EXTRA, TAIL: powers of two that hold rank, and the columns behind K and the residuals; 0 for none.
         TILES, C: a row lies in TILES tiles of C chunks of 8 elements, the last ones masked.
@@ -183,5 +184,5 @@ def activate_kernel(
         COLUMNS: tl.constexpr = K + (2 * RESIDUAL if DUAL else RESIDUAL)
         BEHIND: tl.constexpr = (COLUMNS + 1) // 2 if TARGET == "packed" else COLUMNS
         _behind(out + BEHIND, extra_ptr + row * extra_stride, base * unit, rank, width - BEHIND, HARDWARE, EXTRA, TAIL)
-    if KIND != "fp8-group":
+    if KIND != "fp8-group" and not (KIND == "int4-group" and TARGET == "int8"):
         tl.store(scale_ptr + row, unit if TARGET == "packed" else base * unit)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def block_scaled_kernel(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, row_ptr, unit_ptr, bias_ptr, out_ptr,
     m, n, k,

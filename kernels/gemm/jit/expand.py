@@ -24,7 +24,7 @@ LEAST = tl.constexpr(1e-36)  # of scales: below it their 64th would be subnormal
 
 @triton.jit
 def _unit(unit_ptr, row, inside, UNIT: tl.constexpr):
-    """Second level of each row: none, one for the tensor, one per row."""
+    """Second level of each row: none, one for the tensor, one per row (3: the pointer is to zero points instead)."""
     unit = tl.full(row.shape, 1.0, tl.float32)
     if UNIT == 1:
         unit = unit * tl.load(unit_ptr)
@@ -110,7 +110,7 @@ def _scaled(value, factor, TARGET: tl.constexpr, FP8: tl.constexpr, out_ptr):
         return (value * factor).to(out_ptr.dtype.element_ty)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "rank", "steps"])
 def expand_kernel(
     codes_ptr, scale_ptr, unit_ptr, up_ptr, out_ptr, base_ptr,
     n, k, groups, stride, rank, width, rows_per_scale, steps,
@@ -165,8 +165,13 @@ def expand_kernel(
         step_of = step_of[:, :, None]
         if FOUR:
             code = code.to(tl.int32)
-            low = _scaled(nibble(code & 15, KIND), step_of, TARGET, FP8, out_ptr)
-            high = _scaled(nibble(code >> 4, KIND), step_of, TARGET, FP8, out_ptr)
+            if UNIT == 3:
+                zero = tl.load(unit_ptr + scale_row[:, None] * groups + column, mask=known, other=8).to(tl.float32)
+                code, zero = code ^ 0x88, zero[:, :, None] - 8.0  # 0..15 as -8..7
+            else:
+                zero = 0.0
+            low = _scaled(nibble(code & 15, KIND) - zero, step_of, TARGET, FP8, out_ptr)
+            high = _scaled(nibble(code >> 4, KIND) - zero, step_of, TARGET, FP8, out_ptr)
             result = tl.reshape(tl.join(low, high), (BN, BG * SIZE))
         else:
             result = tl.reshape(_scaled(byte_value(code, KIND), step_of, TARGET, FP8, out_ptr), (BN, BG * SIZE))

@@ -15,7 +15,7 @@ def _tile(n, m, BM: tl.constexpr, BN: tl.constexpr, BAND: tl.constexpr):
     return band * BAND + inner % size, inner // size
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def gemm_kernel(
     a_ptr, b_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr,
     m, n, k, groups, rows_per_scale,

@@ -120,9 +120,10 @@ def _byte(code, KIND: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _step(
-    total, x_at, w_at, scale_at, step, k, x_ok, groups,
-    KIND: tl.constexpr, SCALE: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr,
-    BYTES: tl.constexpr, INSIDE: tl.constexpr, PER_STEP: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    total, x_at, w_at, scale_at, zero_at, step, k, x_ok, groups,
+    KIND: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
+    EVEN: tl.constexpr, BYTES: tl.constexpr, INSIDE: tl.constexpr, PER_STEP: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """`total` [BN, BM] plus what the next BYTES bytes of each row of W give."""
     SIZE: tl.constexpr = BYTES * (2 if KIND < 2 else 1)
@@ -137,6 +138,10 @@ def _step(
     part = total
     if PER_STEP:
         part = tl.zeros((BN, BM), tl.float32)
+    if ZERO:  # codes 0..15 as -8..7; what their zero points are worth comes from the sum of x
+        code = code ^ 0x88
+        zero = tl.load(zero_at + step).to(tl.float32) - 8.0
+        part -= zero[:, None] * tl.sum(x.to(tl.float32), axis=1)[None, :]
     if KIND < 2:
         if ASM and KIND == INT4:
             x = _crossed(x, BM, BYTES)
@@ -167,7 +172,7 @@ def _merged(total, partial_ptr, counter_ptr, n, m, row, token, split):
     tile, mine = tl.program_id(0), tl.program_id(1)
     at = partial_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
     inside = (row < n)[:, None] & (token < m)[None, :]
-    size = tl.full((), 1, tl.int64) * m * n  # m and n may be constants
+    size = tl.full((), 1, tl.int64) * m * n  # 64 bits, whatever m and n are
     tl.store(at + mine * size, total, mask=inside)
     tl.debug_barrier()
     last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == split - 1
@@ -179,7 +184,7 @@ def _merged(total, partial_ptr, counter_ptr, n, m, row, token, split):
     return total, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m", "steps", "split"])
 def gemv_kernel(
     x_ptr, w_ptr, scale_ptr, unit_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr,
     m, n, k, groups, stride, rows_per_scale, steps, split,
@@ -192,6 +197,7 @@ def gemv_kernel(
     Args:
         w_ptr: uint8 [N, stride]; scale_ptr: [ceil(N / rows_per_scale), groups].
         dtype: of x, in which codes are exact; float32 in the interpreter, which has no products of BF16.
+        UNIT: second level as in `expand_kernel`; 3: unit_ptr is to zero points, uint8 like the scales.
         INSIDE: bytes that share a scale, multiplied into the codes, for groups smaller than a step; else 0.
         PER_STEP: a step is one group, whose partial sum is scaled; else (both off) the row's scale comes at the end.
         partial_ptr, counter_ptr: float32 [split, M, N] and int32 zeros [programs(0)], if SPLIT (split > 1).
@@ -205,11 +211,12 @@ def gemv_kernel(
     x_at = x_ptr + token[:, None] * k + first * SIZE + tl.arange(0, SIZE)[None, :]
     w_at = w_ptr + safe[:, None] * stride + first * BYTES + tl.arange(0, BYTES)[None, :]
     scale_at = scale_ptr + safe // rows_per_scale * groups
+    zero_at = unit_ptr + safe // rows_per_scale * groups
     total = tl.zeros((BN, BM), tl.float32)
     for step in range(first, tl.minimum(first + each, steps)):
         total = _step(
-            total, x_at, w_at, scale_at, step, k, (token < m)[:, None], groups,
-            KIND, SCALE, dtype, ASM, EVEN, BYTES, INSIDE, PER_STEP, BN, BM,
+            total, x_at, w_at, scale_at, zero_at, step, k, (token < m)[:, None], groups,
+            KIND, SCALE, UNIT == 3, dtype, ASM, EVEN, BYTES, INSIDE, PER_STEP, BN, BM,
         )  # fmt: skip
         x_at += SIZE
         w_at += BYTES

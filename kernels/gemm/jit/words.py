@@ -105,7 +105,7 @@ def _bytes_of(word, factor, KIND: tl.constexpr):
         return tl.inline_asm_elementwise(E2M1_WORD, "=&r,=&r,r,r,r", table, (tl.int32, tl.int32), is_pure=True, pack=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "rank", "steps"])
 def expand_words_kernel(
     words_ptr, scale_ptr, unit_ptr, up_ptr, out_ptr, out_words_ptr, base_ptr,
     n, k, groups, stride, rank, width, rows_per_scale, steps,
