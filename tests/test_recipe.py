@@ -68,7 +68,7 @@ def test_house_rules_of_presets(name):
     bits = recipe.linear.weights.fmt.bits
     modulation = recipe.modulation  # recipes of language models have none
     assert modulation is None or (modulation.activations is None and modulation.transforms == ())
-    assert recipe.modulation.weights.fmt.bits == bits
+    assert modulation is None or modulation.weights.fmt.bits == bits
     assert name.startswith("w4") == (bits == 4)
     acts = recipe.linear.activations
     assert ("a16" in name) == (acts is None)
