@@ -227,7 +227,7 @@ def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) 
 
 
 def _stacked(model: nn.Module) -> list[str]:
-    """A remark about experts that a library keeps in one tensor [experts, N, K]: no linears, so they stay as they are."""
+    """A remark about experts that a library keeps in one tensor [experts, N, K]: no linears, so they stay."""
     found = {n: p.numel() * 2 for n, p in model.named_parameters() if p.dim() == 3 and "expert" in n}
     if not found:
         return []
