@@ -155,7 +155,9 @@ def _lines(plan: Plan) -> list[str]:
         shape = f"{sum(n for n, _ in row.shapes)}x{row.shapes[0][1]}"
         kinds.setdefault((names, shape, how), Counter()).update(n=1, elements=row.elements, nbytes=row.nbytes)
     wide = max((len(k[0]) for k in kinds), default=0)
-    out = [f"{plan.model}: recipe {plan.recipe.name}, family {plan.family.name}"]
+    first = "".join(f", {name}" for name, _ in plan.recipe.rewrites)
+    rewritten = f"; rewritten first by {first[2:]}: a tied output projection gets a weight of its own" if first else ""
+    out = [f"{plan.model}: recipe {plan.recipe.name}, family {plan.family.name}{rewritten}"]
     for (names, shape, how), c in kinds.items():
         out.append(f"  {names:<{wide}}  {c['n']:>3} x {shape:<12} {_size(c['nbytes']):>9}  {how}")
     out.append(
@@ -194,6 +196,14 @@ def model_bytes(model: nn.Module) -> int:
     return params + sum(b.numel() * b.element_size() for b in model.buffers())
 
 
+def _other_tool(model: nn.Module) -> str:
+    """The method by which diffusers or transformers say that another tool quantized a model; "" if none did. GGUF
+    does not count: its weights have been unpacked, or are refused where they are not."""
+    method = getattr(model, "quantization_method", None)
+    word = str(getattr(method, "value", method) or "")
+    return "" if word in ("dq", "gguf") else word
+
+
 def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) -> Plan:
     """What `recipe` will do to `model`.
 
@@ -207,6 +217,9 @@ def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) 
     name = type(model).__name__
     if any(isinstance(m, QuantizedLinear) for m in model.modules()):
         raise DQError(f"{name} is quantized already; dq.dequantize() it or load the 16-bit model first")
+    other = _other_tool(model)
+    if other:
+        raise DQError(f"{name} is quantized by {other} already: load the 16-bit model, or dequantize it while loading")
     if isinstance(model, nn.Linear):
         raise DQError(f"a lone {name} has no name to be replaced by: put it into a model, e.g. nn.Sequential(layer)")
     linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}

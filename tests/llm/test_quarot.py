@@ -91,3 +91,8 @@ def test_other_layouts_are_refused(llm, tiny, kind):
 def test_diffusion_models_are_refused(tiny):
     model = tiny.flux()
     unchanged(model, lambda: dq.quantize(model, tiny.recipe(QUAROT[0]), progress=False), "has no decoder layers")
+
+
+def test_the_plan_names_rewrites(llm, tiny):
+    text = str(dq.plan(llm.decoder(tie_word_embeddings=True), tiny.recipe(QUAROT[0])))
+    assert "rewritten first by norm_fusion, r1, r2: a tied output projection gets a weight of its own" in text
