@@ -15,6 +15,7 @@ from dq.checkpoint import FORMAT_VERSION
 from dq.linear import LinearConfig, QuantizedLinear, quantized_linears
 from dq.pipelines.exported import EXPORTERS, Exporter, Job, Stored
 from dq.pipelines.loading import folder_of, read_config
+from dq.qtensor import check_finite
 from dq.records import map_tensors
 from dq.registry import DQError, suggest
 
@@ -95,7 +96,9 @@ def _input_amax(job: Job, calibration: Any) -> dict[str, float]:
 
     def watch(name: str):
         def hook(module: nn.Module, args: tuple) -> None:
-            found[name] = max(found.get(name, 0.0), float(args[0].abs().amax())) if args[0].numel() else 0.0
+            if args[0].numel():
+                check_finite(args[0], f"the input of {name}")
+                found[name] = max(found.get(name, 0.0), float(args[0].abs().amax()))
 
         return hook
 
@@ -138,6 +141,10 @@ def load_exported(folder: str | Path, dtype: torch.dtype | None = None) -> nn.Mo
     names = sorted({k.rpartition(".")[0] for k in tensors if k.endswith((".weight_scale", ".weight_packed"))})
     with checks.one_line(f"{folder} cannot be read"):
         stored = readers[method].read(quantization, tensors, names)
+        # Codes without their scales would be loaded as weights of some hundred.
+        loose = [k for k, t in tensors.items() if t.element_size() == 1 or k.rpartition(".")[2].startswith("weight_")]
+        if loose:
+            raise DQError(f"it lacks the tensors that belong to {loose[0]}")
     return _built(path, stored, tensors, dtype)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dq.checks import one_line
 from dq.linear import QuantizedLinear
 from dq.packing import PACKINGS
 from dq.pipelines.exported import (
@@ -153,7 +154,7 @@ def missing_amax(job: Job, name: str) -> str:
     if acts is None or _blocks(acts) != "nvfp4" or job.amax.get(name):
         return ""
     if job.amax:
-        return "the calibration never reached it"
+        return "its input was all zeros in the calibration" if name in job.amax else "the calibration never reached it"
     return "NVFP4 activations need a stored scale there, not one per token: give calibration=... or weight_only=True"
 
 
@@ -210,14 +211,13 @@ def _read(config: dict[str, Any], tensors: dict[str, Tensor], names: list[str]) 
         if not groups:
             raise DQError(f"no config group describes {name}")
         group = groups[-1]
-        layout = group.get("format") or config["format"]
         own = {k: tensors.pop(f"{name}.{k}") for k in _KEYS if f"{name}.{k}" in tensors}
-        acts = _activations(group.get("input_activations"))
-        static = acts is not None and acts.strategy == "tensor"
-        out[name] = Stored(
-            _weight(layout, group["weights"], own, name), acts,
-            own["input_scale"].reshape(1, 1).to(torch.float32) if static else None,
-        )  # fmt: skip
+        with one_line(name):
+            acts = _activations(group.get("input_activations"))
+            static = acts is not None and acts.strategy == "tensor"
+            scale = own["input_scale"].reshape(1, 1).to(torch.float32) if static else None
+            weight = _weight(group.get("format") or config["format"], group["weights"], own, name)
+        out[name] = Stored(weight, acts, scale)
     return out
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dq.checks import one_line
 from dq.pipelines.export.compressed import _blocks, missing_amax
 from dq.pipelines.exported import (
     EXPORTERS,
@@ -79,8 +80,9 @@ def _read(config: dict[str, Any], tensors: dict[str, Tensor], names: list[str]) 
         raise DQError(f"modelopt's {config.get('quant_algo')} is not read, only NVFP4 and W4A16_NVFP4")
     acts, out = QuantSpec.parse("nvfp4-token") if config["quant_algo"] == "NVFP4" else None, {}
     for name in names:
-        codes, scale = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.weight_scale")
-        second = tensors.pop(f"{name}.weight_scale_2").reshape(1).to(torch.float32)
+        with one_line(name):
+            codes, scale = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.weight_scale")
+            second = tensors.pop(f"{name}.weight_scale_2").reshape(1).to(torch.float32)
         tensors.pop(f"{name}.input_scale", None)
         shape = (len(codes), 2 * codes.shape[1])
         out[name] = Stored(QTensor(codes, scale, second, QuantSpec.parse("nvfp4"), shape), acts)
