@@ -96,6 +96,7 @@ def _reached(row: PlanRow, stats: dict[str, Stat]) -> dict[str, Stat]:
 
 def transformed(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=None) -> GroupState:
     """The row's group after all its transforms."""
+    row = reachable(row, stats)
     state = _group_state(model, row, stats, device)
     for name, params in row.target.transforms:
         TRANSFORMS.get(name).fit(state, **dict(params))
@@ -106,7 +107,7 @@ def quantize_row(
     model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=None, state: GroupState | None = None
 ) -> dict[str, QuantizedLinear]:
     """Transforms (unless `state` is what its transforms gave) and rounds one plan row; the model is not touched."""
-    row = row if state is not None else reachable(row, stats)
+    row = reachable(row, stats)
     state = transformed(model, row, stats, device) if state is None else state
     layers = {}
     for members in row.inputs:

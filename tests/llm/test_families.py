@@ -102,7 +102,7 @@ class Experts(nn.Module):
         return torch.cat([y[: self.few] + self.experts[1](x[: self.few]), y[self.few :]])
 
 
-@pytest.mark.parametrize("preset", ["w4a16-gptq", "w4a4-nvfp4-arc", "int8-smooth", "w4a16-awq"])
+@pytest.mark.parametrize("preset", ["w4a16-gptq", "w4a4-nvfp4-arc", "int8-smooth", "w4a16-awq", "w4a4-auto"])
 @pytest.mark.filterwarnings("ignore:.*this expert saw")
 @torch.no_grad()
 def test_experts_without_tokens_fall_back_loudly(tiny, preset):
