@@ -144,6 +144,12 @@ def plain_values(layer: QuantizedLinear) -> Tensor:
     return q.spec.fmt.decode(codes).to(torch.int8)
 
 
+def _own(tensor: Tensor) -> Tensor:
+    """A contiguous tensor with a storage of its own; one that is part of a larger one cannot be written."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
 def write_folder(job: Job, folder: Path, tensors: dict[str, dict[str, Tensor]], quantization: dict[str, Any]) -> None:
     """config.json, generation_config.json and sharded safetensors, as transformers' `save_pretrained` lays them out.
 
@@ -161,11 +167,10 @@ def write_folder(job: Job, folder: Path, tensors: dict[str, dict[str, Tensor]], 
         if owner not in job.layers or leaf == "bias":
             state[name] = tensor
     for name, own in tensors.items():
-        # Copies: a view into padded codes would be written with what it hides, or be refused.
-        state |= {f"{name}.{key}": t.detach().clone(memory_format=torch.contiguous_format) for key, t in own.items()}
+        state |= {f"{name}.{key}": t.detach() for key, t in own.items()}
     for target in getattr(job.model, "all_tied_weights_keys", None) or {}:
         state.pop(target, None)
-    state = revert_weight_conversion(job.model, state)
+    state = {name: _own(t) for name, t in revert_weight_conversion(job.model, state).items()}
     modules = dict(job.model.named_modules(remove_duplicate=False))
     loose = (n.removesuffix(".weight") for n, t in state.items() if n.endswith(".weight") and t.dim() == 2)
     quantization["ignore"] += [n for n in loose if n not in modules]

@@ -2,7 +2,9 @@
 
     model.generate(**tokens, past_key_values=dq.KVCache("int4-kivi", config=model.config))
 
-Tokens of the call at hand are attended to as they come; what is attended to later is what was stored. A format with a
+Tokens of the call at hand are attended to as they come; what is attended to later is what was stored. With
+`exact=False` a call attends to its own tokens as stored too: what a cache costs can then be measured in one call over a
+long text (all but the newest tokens of the window are rounded, for every query). A format with a
 window keeps the newest tokens in 16 bits: keys leave it 128 at a time (a group of 32 tokens shares a scale per channel,
 so only whole groups can go), values one by one.
 Sources: KIVI (arXiv 2402.02750, section 3.2); QuaRot (arXiv 2404.00456, section 4): keys and values are rotated by a
@@ -42,14 +44,18 @@ class _Side:
         x = multiply(x, x.shape[-1], inverse=True) if self.rotated else x
         return x.to(self.recent.dtype)
 
-    def update(self, new: Tensor) -> Tensor:
-        """Takes new tokens in; returns all of them, old ones as stored."""
+    def update(self, new: Tensor, exact: bool = True) -> Tensor:
+        """Takes new tokens in; returns all of them, old ones as stored, new ones too unless `exact`."""
         self.recent = new if self.recent is None else torch.cat([self.recent, new], -2)
         if self.store is None:
             return self.recent
-        old = [self._stored(0, self.store.length)] if self.store.length else []
-        whole = torch.cat([*old, self.recent], -2) if old else self.recent
-        self._flush()
+        if not exact:
+            self._flush()
+        whole = self.recent
+        if self.store.length:
+            whole = torch.cat([self._stored(0, self.store.length), whole], -2)
+        if exact:
+            self._flush()
         return whole
 
     def _flush(self) -> None:
@@ -97,11 +103,12 @@ class QuantizedKVLayer(DynamicLayer):
     Args:
         fmt: how keys and values rest.
         sliding_window: the layer attends to that many tokens at most; older ones are dropped.
+        exact: whether the tokens of a call are attended to as they come, in that call.
     """
 
-    def __init__(self, fmt: KVFormat, sliding_window: int | None = None):
+    def __init__(self, fmt: KVFormat, sliding_window: int | None = None, exact: bool = True):
         super().__init__()
-        self.fmt, self.sliding_window, self.record_past = fmt, sliding_window, False
+        self.fmt, self.sliding_window, self.exact, self.record_past = fmt, sliding_window, exact, False
         self.is_sliding = sliding_window is not None
         # Whether a rollback leaves no trace: what a window has given up stays rounded.
         self.is_croppable = fmt.window == 0
@@ -125,7 +132,7 @@ class QuantizedKVLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         new = key_states.shape[-2]
         self.seen += new
-        out = [side.update(x) for side, x in zip(self.sides, (key_states, value_states), strict=True)]
+        out = [side.update(x, self.exact) for side, x in zip(self.sides, (key_states, value_states), strict=True)]
         if self.is_sliding:
             out = [x[..., -(self.sliding_window - 1 + new) :, :] for x in out]
             if not self.record_past:
@@ -219,17 +226,18 @@ class KVCache(Cache):
         name: `16-bit`, `fp8`, `int8`, `int4`, `int4-kivi`, `int2-kivi`, `int4-quarot`, `nvfp4`, `nvfp4-rotated`, or a
             `KVFormat`.
         config: the model's configuration; without it every layer is a full-attention layer.
+        exact: False to attend to the tokens of a call as they are stored, in that call already.
 
     Raises:
         DQError: an unknown name, or a head size that no Hadamard matrix has.
     """
 
-    def __init__(self, name: str | KVFormat = "fp8", config: Any = None):
+    def __init__(self, name: str | KVFormat = "fp8", config: Any = None, *, exact: bool = True):
         if not isinstance(name, KVFormat) and name not in KV_FORMATS:
             raise DQError(f"unknown KV cache format {name!r}{suggest(str(name), KV_FORMATS)}")
-        self.format = name if isinstance(name, KVFormat) else KV_FORMATS[name]
+        self.format, self.exact = name if isinstance(name, KVFormat) else KV_FORMATS[name], exact
         if config is None:
-            super().__init__(layer_class_to_replicate=partial(QuantizedKVLayer, self.format))
+            super().__init__(layer_class_to_replicate=partial(QuantizedKVLayer, self.format, exact=exact))
             return
         _check_head(self.format, config)
         super().__init__(layers=[self._layer(own) for own in DynamicCache(config=config).layers])
@@ -237,9 +245,9 @@ class KVCache(Cache):
     def _layer(self, own: Any) -> Any:
         """transformers' own layer of a kind -> ours, where there is one."""
         if type(own) is DynamicLayer:
-            return QuantizedKVLayer(self.format)
+            return QuantizedKVLayer(self.format, exact=self.exact)
         if type(own) is DynamicSlidingWindowLayer:
-            return QuantizedKVLayer(self.format, own.sliding_window)
+            return QuantizedKVLayer(self.format, own.sliding_window, self.exact)
         return own
 
     def _held(self) -> Iterator[Tensor]:

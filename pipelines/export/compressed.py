@@ -6,7 +6,10 @@
     nvfp4-pack-quantized  weight_packed uint8 [N, K / 2], weight_scale E4M3, weight_global_scale: a divisor
     mxfp4-pack-quantized  weight_packed uint8 [N, K / 2], weight_scale uint8 (E8M0); mxfp8-quantized: weight E4M3
 
-Scales are written as dq holds them (float32, or float16 for groups); a reader that works in bfloat16 rounds them.
+Scales are written as dq holds them (float32, or float16 for groups); a reader that works in bfloat16 rounds them,
+unless they were chosen in it (`int4/group128/bf16`). Experts that are one tensor in memory stay in 16 bits and are
+listed under `ignore`; transformers 5.24 takes all experts of a compressed-tensors model for quantized and cannot read
+them beside other grids than FP8, vLLM and `load_exported` can.
 Source: compressed-tensors 0.20, preset schemes and compressors.
 """
 

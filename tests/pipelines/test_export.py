@@ -187,6 +187,23 @@ def test_shards_and_bias(tiny, tmp_path):
     assert torch.equal(logits(dq.load_exported(out)), logits(model))
 
 
+def test_experts_in_one_tensor(tiny, tmp_path):
+    """They stay in 16 bits, are written one by one as the files of such models are, and are named as not quantized."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        pad_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    model = tiny.seeded(lambda: Qwen3MoeForCausalLM(config))
+    dq.quantize(model, recipe("int4/group32"), progress=False)
+    out = dq.export(model, tmp_path / "out")
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "model.layers.1.mlp.experts.3.up_proj" in ignored and "lm_head" in ignored
+    assert torch.equal(logits(dq.load_exported(out)), logits(model))
+
+
 def test_command(made, tmp_path, capsys):
     model = made("int4/group32", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "native")

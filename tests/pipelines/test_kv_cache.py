@@ -90,6 +90,19 @@ def test_logits_by_format(model):
 
 
 @pytest.mark.parametrize("name", LOSSY)
+def test_one_call_that_reads_what_it_stores(model, name):
+    """`exact=False`: the logits of one call show what the format costs."""
+    tokens = ids(2, 256)
+    with torch.no_grad():
+        plain = model(tokens).logits
+        exact = model(tokens, **{ARGUMENT: dq.KVCache(name, config=model.config)}).logits
+        cache = dq.KVCache(name, config=model.config, exact=False)
+        stored = model(tokens, **{ARGUMENT: cache}).logits
+    assert torch.equal(exact, plain)
+    assert 0 < error(stored, plain) < 1.5 * BOUNDS[name]
+
+
+@pytest.mark.parametrize("name", LOSSY)
 def test_generate(model, name):
     tokens = ids(2, 140)
     cache = dq.KVCache(name, config=model.config)
