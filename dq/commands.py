@@ -179,7 +179,13 @@ def generate(args: argparse.Namespace) -> None:
     out = checks.output_file(args.out or "image.png", IMAGE)
     if args.out and is_model_folder(args.source):
         raise DQError(f"--out is for images; {args.source} is a model: its text is printed")
+    if args.kv_cache is not None:
+        from dq.pipelines.kv_store import kv_format
+
+        kv_format(args.kv_cache)
     obj = _load(args)
+    if args.kv_cache is not None and is_pipeline(obj):
+        raise DQError("--kv-cache is for language models; a pipeline keeps no keys and values")
     if is_pipeline(obj):
         _generate_image(obj, args, out)
     else:
@@ -217,9 +223,9 @@ def _generate_text(model: Any, args: argparse.Namespace) -> None:
     tokens = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     torch.manual_seed(args.seed)
     if args.kv_cache is not None:
-        from dq.pipelines.kv_cache import KVCache
+        from dq.pipelines.kv_cache import KVCache, cache_argument
 
-        tokens["past_key_values"] = KVCache(args.kv_cache, config=model.config)
+        tokens[cache_argument(model)] = KVCache(args.kv_cache, config=model.config)
     ids = model.generate(**tokens, max_new_tokens=args.max_new_tokens)[0]
     print(tokenizer.decode(ids, skip_special_tokens=True))
 

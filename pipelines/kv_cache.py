@@ -1,6 +1,6 @@
 """`KVCache`: a transformers cache that holds keys and values as packed low-bit codes.
 
-    model.generate(**tokens, past_key_values=dq.KVCache("int4-kivi", config=model.config))
+    model.generate(**tokens, past_key_values=dq.KVCache("int4-kivi", config=model.config))   # or cache=...
 
 Tokens of the call at hand are attended to as they come; what is attended to later is what was stored. With
 `exact=False` a call attends to its own tokens as stored too: what a cache costs can then be measured in one call over a
@@ -14,6 +14,7 @@ it is.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -22,8 +23,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from dq.pipelines.kv_store import KV_FORMATS, KVFormat, Store
-from dq.registry import DQError, suggest
+from dq.pipelines.kv_store import KVFormat, Store, kv_format
+from dq.registry import DQError
 from dq.transforms.hadamard import factors, multiply
 
 
@@ -233,9 +234,7 @@ class KVCache(Cache):
     """
 
     def __init__(self, name: str | KVFormat = "fp8", config: Any = None, *, exact: bool = True):
-        if not isinstance(name, KVFormat) and name not in KV_FORMATS:
-            raise DQError(f"unknown KV cache format {name!r}{suggest(str(name), KV_FORMATS)}")
-        self.format, self.exact = name if isinstance(name, KVFormat) else KV_FORMATS[name], exact
+        self.format, self.exact = kv_format(name), exact
         if config is None:
             super().__init__(layer_class_to_replicate=partial(QuantizedKVLayer, self.format, exact=exact))
             return
@@ -283,3 +282,9 @@ def _check_head(fmt: KVFormat, config: Any) -> None:
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if fmt.rotated:
         factors(size)
+
+
+def cache_argument(model: Any) -> str:
+    """The keyword by which a model and its `generate` take a cache: `cache`, before that `past_key_values` (which newer
+    versions take too, with a warning)."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

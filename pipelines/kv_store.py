@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dq.qtensor import QTensor, choose_scale, encode
+from dq.registry import DQError, suggest
 from dq.spec import FORMATS, QuantSpec
 
 Parts = dict[str, Tensor]
@@ -189,3 +190,12 @@ _FORMATS = (
     KVFormat("nvfp4-rotated", _NVFP4, _NVFP4, rotated=True, description="rotated, then NVFP4"),
 )
 KV_FORMATS = {f.name: f for f in _FORMATS}
+
+
+def kv_format(name: str | KVFormat) -> KVFormat:
+    """The format of a name; raises DQError with near names for an unknown one."""
+    if isinstance(name, KVFormat):
+        return name
+    if name not in KV_FORMATS:
+        raise DQError(f"unknown KV cache format {name!r}{suggest(str(name), KV_FORMATS)}")
+    return KV_FORMATS[name]

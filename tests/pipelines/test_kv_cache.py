@@ -15,8 +15,8 @@ from transformers import (
 )
 
 import dq
-from dq.pipelines.kv_cache import KV_FORMATS, QuantizedKVLayer
-from dq.pipelines.kv_store import Affine, Store
+from dq.pipelines.kv_cache import QuantizedKVLayer
+from dq.pipelines.kv_store import KV_FORMATS, Affine, Store
 
 ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 NAMES = sorted(KV_FORMATS)
