@@ -1,9 +1,9 @@
 """Decoders of transformers: Llama, Mistral, Qwen2 and Qwen3, Gemma 1 to 3, and Phi-3 with its fused projections.
 
 q, k, v read one normalised input, as do gate and up; o and down stand alone. The head and the embeddings stay in 16
-bits (a tied head is the embedding); q_norm and k_norm of Qwen3 and Gemma 3 are no linears. The factor of down folds into
-up, the linear half of the gated unit, that of q, k, v and of gate, up into the norm before them; not into Gemma's, which
-scale by 1 + weight. That of o stays: with grouped queries several heads read each row of v.
+bits (a tied head is the embedding); q_norm and k_norm of Qwen3 and Gemma 3 are no linears. The factor of down folds
+into up, the linear half of the gated unit, that of q, k, v and of gate, up into the norm before them; not into Gemma's,
+which scale by 1 + weight. That of o stays: with grouped queries several heads read each row of v.
 Phi-3's qkv_proj and gate_up_proj are single linears: rows of one are what the others hold in three or two.
 """
 
