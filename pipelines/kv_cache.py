@@ -156,23 +156,23 @@ class QuantizedKVLayer(DynamicLayer):
     def get_max_length(self) -> int:
         return self.sliding_window if self.is_sliding else -1
 
+    get_max_cache_shape = get_max_length  # its name in older versions
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of what the next `query_length` tokens attend to."""
         held = min(self.seen, self.sliding_window - 1) if self.is_sliding else self.seen
         return held + query_length, self.seen - held
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the newest `-tokens_to_remove` tokens (a number <= 0, as in the base class).
+        """Removes the newest `-tokens_to_remove` tokens; a positive number is what stays, as in older versions.
 
         Raises:
-            ValueError: a positive number.
             DQError: a sliding layer no longer holds the tokens before them.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes a number <= 0, the tokens to remove; got {tokens_to_remove}")
         if not self.is_initialized:
             return
-        count = min(-tokens_to_remove, self.seen)
+        n = tokens_to_remove
+        count = min(-n, self.seen) if n <= 0 else max(self.seen - n, 0)
         needed = min(self.seen - count, self.sliding_window - 1) if self.is_sliding else 0
         if count and min(s.length for s in self.sides) - count < needed:
             raise DQError("the sliding window has dropped tokens that are needed after this crop: call "

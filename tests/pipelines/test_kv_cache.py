@@ -213,8 +213,8 @@ def test_crop(model, name, removed):
     else:
         expected = stepped(model, tokens, DynamicCache(config=model.config), 160)
         assert error(found, expected) < BOUNDS[name]
-    with pytest.raises(ValueError, match="number <= 0"):
-        cache.crop(3)
+    cache.crop(3)
+    assert cache.get_seq_length() == 3
     cache.crop(-1000)
     assert cache.get_seq_length() == 0 and not any(s.length for s in cache.layers[0].sides)
 
@@ -268,6 +268,8 @@ def test_assisted_generation(model, tiny):
     found = generate(model, tokens, dq.KVCache("16-bit", config=model.config), assistant_model=helper)
     assert torch.equal(plain, found)
     assert generate(model, tokens, dq.KVCache("int8", config=model.config), assistant_model=helper).shape == (1, 38)
+    if ARGUMENT == "past_key_values":
+        return  # older versions do not ask whether a rollback leaves traces
     with pytest.raises(ValueError, match="cropped"):
         generate(model, tokens, dq.KVCache("int4-kivi", config=model.config), assistant_model=helper)
 
