@@ -202,10 +202,10 @@ def test_crop(model, name, removed):
     stepped(model, tokens[:, :150], cache, 150)
     cache.crop(-removed)
     assert cache.get_seq_length() == 150 - removed
-    assert cache.is_croppable == ("kivi" not in name)
+    assert cache.layers[0].is_croppable == ("kivi" not in name)
     found = stepped(model, tokens[:, 150 - removed :], cache, 10 + removed)
     assert cache.get_seq_length() == 170
-    if cache.is_croppable:
+    if cache.layers[0].is_croppable:
         fresh = dq.KVCache(name, config=model.config)
         stepped(model, tokens[:, : 150 - removed], fresh, 150 - removed)
         expected = stepped(model, tokens[:, 150 - removed :], fresh, 10 + removed)
