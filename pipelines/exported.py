@@ -16,6 +16,7 @@ from dq.profiles import convention
 from dq.qtensor import QTensor
 from dq.registry import Registry
 from dq.spec import QuantSpec
+from dq.transforms import TRANSFORMS
 
 # Linears that runtimes run as one matrix: they must agree in what is stored once for it.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -90,8 +91,10 @@ def not_plain(layer: QuantizedLinear) -> str:
     """What of a layer no other engine's file can say: what it does beside one quantized matrix; "" if nothing."""
     c = layer.config
     if c.steps:
-        names = ", ".join(dict.fromkeys(n for n, _ in c.steps))
-        return f"its input goes through {names} at run time (dq.fold removes a smoothing that follows a norm)"
+        names = list(dict.fromkeys(n for n, _ in c.steps))
+        foldable = all(TRANSFORMS.get(n).order == 1 for n in names)  # diagonal
+        hint = "; dq.fold(model) moves that into what makes the input, where it can" if foldable else ""
+        return f"its input goes through {', '.join(names)} at run time{hint}"
     if c.rank:
         return f"it has a low-rank branch of rank {c.rank}"
     if c.residual:

@@ -187,6 +187,34 @@ def test_shards_and_bias(tiny, tmp_path):
     assert torch.equal(logits(dq.load_exported(out)), logits(model))
 
 
+def test_rotations_that_are_in_the_weights(made, tmp_path):
+    """QuaRot's R1 and R2 leave nothing to do at run time: such a model is exported, its head no longer tied."""
+    from dataclasses import replace
+
+    quarot = Recipe.load("w4a4-int4-quarot").with_(min_features=16)
+    fused = replace(recipe("int4/group32"), rewrites=quarot.rewrites)
+    model = made(None, recipe_=fused, tied=True)
+    out = dq.export(model, tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(logits(dq.load_exported(out)), logits(model))
+    with pytest.raises(dq.DQError, match=r"layers\.0\.mlp\.down_proj .*: its input goes through rotate at run time$"):
+        dq.export(made(None, recipe_=quarot, tied=True), tmp_path / "online", weight_only=True)
+
+
+def test_folded_smoothing_is_exported(made, tmp_path):
+    """Refused with the way out: W8A8 of SmoothQuant, exported after dq.fold; o_proj, which nothing folds for, plain."""
+    from dq.recipe import Rule
+
+    plain = Rule("o_proj", recipe("int8/channel", "int8/token").linear)
+    smooth = Recipe.load("int8-smooth").with_(min_features=16, rules=(plain,))
+    model = made(None, recipe_=smooth, calibration=RECORDS)
+    with pytest.raises(dq.DQError, match=r"goes through smooth at run time; dq\.fold\(model\)"):
+        dq.export(model, tmp_path / "out")
+    dq.fold(model)
+    back = dq.load_exported(dq.export(model, tmp_path / "out"))
+    assert torch.equal(logits(back), logits(model))
+
+
 def test_experts_in_one_tensor(tiny, tmp_path):
     """They stay in 16 bits, are written one by one as the files of such models are, and are named as not quantized."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
