@@ -175,6 +175,7 @@ def _add_bench_llm(kinds) -> argparse.ArgumentParser:
     t.add_argument("--length", type=int, default=512, help="tokens of a window (default 512)")
     t.add_argument("--stride", type=int, help="tokens between windows; fewer than --length: they overlap")
     t.add_argument("--samples", type=int, default=32, help="windows that calibrate (default 32)")
+    t.add_argument("--sequential", action="store_true", help="calibrate blocks on what quantized ones before them give")
     t.add_argument("--seed", type=int, default=0)
     t.add_argument("--dtype", default="fp32", help="bf16, fp16 or fp32 (default fp32)")
     t.add_argument("--min-features", type=int, help="smallest side of a linear that is quantized (default 64)")

@@ -92,7 +92,11 @@ def bench_llm(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]], dict
         def make() -> Any:
             model = fresh()
             report = quantize(
-                model, recipes[name], calibration=sample if recipes[name].needs_calibration else None, progress=False
+                model,
+                recipes[name],
+                calibration=sample if recipes[name].needs_calibration else None,
+                sequential=args.sequential,
+                progress=False,
             )
             costs[name] = (bits(model), report.seconds)
             return model
