@@ -10,8 +10,8 @@ uncorrected; that is not done here.)
 
 Measure before use. `least_squares` lowers the error of single calls by shrinking predictions where they are unreliable,
 mostly late steps; over a whole run that leaves noise behind. On the demo model the calls it was fitted on come out 7 %
-(w4a4-nvfp4) to 26 % (w4a4-int4) closer to 16 bits, those of new prompts 30 % (w4a4-int4, the only one measured), and the
-final latents up to a third further away. Nothing here is on by default.
+(w4a4-nvfp4) to 26 % (w4a4-int4) closer to 16 bits, those of new prompts 30 % (w4a4-int4, the only one measured), and
+the final latents up to a third further away. Nothing here is on by default.
 Sources: PTQD (arXiv 2305.10657, section 4.2); the noise estimate of TAC-Diffusion (arXiv 2407.03917).
 """
 

@@ -126,4 +126,5 @@ def _score(score: dict[str, Any] | None) -> str:
 
 
 def write_markdown(table: list[dict[str, Any]], title: str, path: str) -> None:
+    """Writes the table below its title as a Markdown file."""
     Path(path).write_text(f"{title}\n\n{text(table, markdown=True)}", encoding="utf-8")
