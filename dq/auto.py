@@ -88,7 +88,7 @@ class ChoiceTable(list):
         for c in self:
             best, first = c.score(), c.scores[0]
             others = sorted((s for s in c.scores if s.candidate != c.winner and not s.reason), key=lambda s: s.error)
-            second = f"{others[0].candidate} {others[0].error / max(best.error, 1e-30):.2f}x" if others else "-"
+            second = _runner_up(others[0], best, c.elements) if others else "-"
             rows.append(
                 (
                     c.members[0] + (f" +{len(c.members) - 1}" if len(c.members) > 1 else ""),
@@ -111,6 +111,11 @@ def undecided(plan: Plan) -> list[PlanRow]:
     fixed, modulation = [r.match for r in plan.recipe.rules], plan.family.is_modulation
     rows = [r for r in plan.quantized if r.target == plan.recipe.linear]
     return [r for r in rows if not any(modulation(m) or any(matches(m, p) for p in fixed) for m in r.members)]
+
+
+def _runner_up(score: Score, taken: Score, elements: int) -> str:
+    """Name, error against the one taken, and bits: what has a smaller error was too large for the budget."""
+    return f"{score.candidate} {score.error / max(taken.error, 1e-30):.2f}x at {8 * score.nbytes / elements:.2f} bits"
 
 
 def layers_error(

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dq.linear import LinearConfig, QuantizedLinear, quantized_linears
 from dq.planning import Plan
@@ -128,8 +128,21 @@ def finish_model(model: nn.Module) -> None:
                 )
             if tensor.dtype != dtype:
                 setattr(layer, key, tensor.to(dtype))
+            _check_values(getattr(layer, key), f"{name}.{key}")
+        if layer.bias is not None and not layer.bias.is_meta:
+            _check_values(layer.bias, f"{name}.bias")
     watch(model)
     _align(model)
+
+
+def _check_values(tensor: Tensor, name: str) -> None:
+    """A damaged file is found when it is loaded, not as a black image: no NaN, and every order a permutation."""
+    if tensor.is_floating_point() and not torch.isfinite(tensor.to(torch.float32)).all():
+        raise DQError(f"{name} holds NaN or Inf in the checkpoint: the file is damaged")
+    if name.endswith("_order"):
+        expected = torch.arange(len(tensor), device=tensor.device, dtype=tensor.dtype)
+        if not torch.equal(tensor.sort().values, expected):
+            raise DQError(f"{name} is no permutation of 0 to {len(tensor) - 1}: the file is damaged")
 
 
 def stored_dtype(layer: QuantizedLinear, key: str) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -121,7 +122,16 @@ class Plan:
 
     @property
     def bytes_after(self) -> int:
-        return self.other_bytes + sum(r.nbytes for r in self.rows)
+        return self.other_bytes + sum(r.nbytes for r in self.rows) + self._spare
+
+    @property
+    def _spare(self) -> int:
+        """Bytes that an `auto` recipe may spend beyond its first candidate."""
+        auto, free = self.recipe.auto, [r for r in self.rows if r.target == self.recipe.linear]
+        if auto is None or not free:
+            return 0
+        elements, first = sum(r.elements for r in free), sum(r.nbytes for r in free)
+        return int((auto.bits * elements / 8 or first) - first + auto.extra_bits * elements / 8)
 
     @property
     def seconds(self) -> float:
@@ -234,6 +244,7 @@ def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) 
         raise DQError(f"nothing to quantize in {name}: " + "; ".join([*_why_none(targets, recipe), *others]))
     rows = _rows(linears, targets, family)
     other = model_bytes(model) - sum(2 * m.weight.numel() for m in linears.values())
+    others += _choices(rows, recipe)
     unused = [r.match for r in recipe.rules if not any(matches(n, r.match) for n in linears)]
     remarks = tuple(f"recipe rule {pattern!r} matches no linear here" for pattern in unused)
     return Plan(name, recipe, family, rows, other, (*others, *remarks))
@@ -246,6 +257,31 @@ def _stacked(model: nn.Module) -> list[str]:
         return []
     what = f"{len(found)} stacked expert weights (e.g. {next(iter(found))}) are no linears"
     return [f"{what}: {_size(sum(found.values()))} stay in 16 bits"]
+
+
+def _choices(rows: Sequence[PlanRow], recipe: Recipe) -> list[str]:
+    """A remark about what an `auto` recipe chooses from.
+
+    Raises:
+        DQError: its budget is below the smallest candidates.
+    """
+    auto, free = recipe.auto, [r for r in rows if r.target == recipe.linear]
+    if auto is None or not free:
+        return []
+    elements = sum(r.elements for r in free)
+    least = 8 * sum(min(_bytes_of(r, c.target) for c in auto.candidates) for r in free) / elements
+    budget = (auto.bits or 8 * sum(r.nbytes for r in free) / elements) + auto.extra_bits
+    if budget < least:
+        raise DQError(f"the smallest candidates take {least:.3f} bits per weight, the budget of [auto] is {budget:.3f}")
+    names = ", ".join(c.name for c in auto.candidates)
+    return [f"auto: {len(free)} groups choose from {names} within {budget:.2f} bits per weight; shown is the first"]
+
+
+def _bytes_of(row: PlanRow, target: Target) -> float:
+    try:
+        return replace(row, target=target).nbytes
+    except DQError:  # a candidate that does not fit this group
+        return math.inf
 
 
 def _why_none(targets: dict[str, tuple[Target | None, str]], recipe: Recipe) -> list[str]:

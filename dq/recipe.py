@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -203,8 +204,9 @@ class Auto:
         names = [typed(c, Candidate, "candidates are dq.recipe.Candidate values").name for c in self.candidates]
         if not names or len(set(names)) < len(names):
             raise DQError(f"auto needs candidates, each with a name of its own; got {', '.join(names) or 'none'}")
-        if not (self.bits >= 0 and self.screen >= 1 and self.records >= 1 and self.rounds >= 1):
-            raise DQError("auto takes bits of at least 0, and screen, records and rounds of at least 1")
+        known = all(math.isfinite(v) for v in (self.bits, self.extra_bits, self.screen))
+        if not (known and self.bits >= 0 and min(self.screen, self.records, self.rounds) >= 1):
+            raise DQError("auto takes finite bits of at least 0, and screen, records and rounds of at least 1")
 
     @property
     def needs_gram(self) -> bool:
@@ -301,6 +303,13 @@ class Recipe:
             raise DQError(
                 f"min_features is at least 0 and multiple at least 1; got {self.min_features} and {self.multiple}"
             )
+
+    @property
+    def corrects_bias(self) -> bool:
+        """Whether some layer's bias may take up what its output loses on average."""
+        targets = [self.linear, self.modulation, *(r.target for r in self.rules)]
+        targets += [c.target for c in self.auto.candidates] if self.auto else []
+        return any(t.bias_correction for t in targets if t is not None)
 
     @property
     def needs_calibration(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import math
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -64,6 +65,8 @@ def check_params(who: str, function: Callable[..., Any], params: Iterable[tuple[
             raise DQError(f"{who} takes no parameter {word!r}{suggest(str(word), known)}")
         kinds = _kinds(function).get(word, (object,))
         typed(value, kinds, f"{who} takes {word} as {' or '.join(k.__name__ for k in kinds)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise DQError(f"{who} takes a finite {word}; got {value}")
 
 
 class Registry(Generic[T]):

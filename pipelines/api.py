@@ -6,7 +6,8 @@ import importlib
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,8 @@ def quantize(
     for name, model in models.items():  # before calibration, which would only report the NaN that a bad weight causes
         check_weights(model, plans[name])
         check_rewrites(model, plans[name])
+    for remark in {r for p in plans.values() for r in p.remarks if r.startswith("recipe rule")}:
+        warnings.warn(remark, stacklevel=2)
     bar = progress if callable(progress) else (tqdm if progress else _silent)
     needed = any(p.recipe.needs_calibration for p in plans.values())
     if isinstance(calibration, Prompts | Text) and not needed:
@@ -137,9 +140,11 @@ def quantize(
         folder = f"{resume}/{name}" if resume and name else resume
         prefix = "quantized" if typed(sequential, bool, "sequential is True or False") else "fp"
         described = described | ({"sequential": True} if sequential and found else {})
-        reports[name] = quantize_model(
-            model, plans[name], found, device=device, resume=folder, prefix=prefix, calibration=described, progress=bar
-        )
+        with _says_if_rewritten(plans[name]):
+            reports[name] = quantize_model(
+                model, plans[name], found, device=device, resume=folder, prefix=prefix, calibration=described,
+                progress=bar,
+            )  # fmt: skip
         for layer in quantized_linears(model).values():
             layer.activations_mode = activations or "auto"
         attach(model)
@@ -150,6 +155,18 @@ def _rewritten(model: nn.Module, planned: Plan, records: Sequence[Record], skip:
     """Applies the recipe's rewrites to the 16-bit model and plans anew: a rewrite may untie weights or add biases."""
     apply_rewrites(model, planned, records)
     return make_plan(model, planned.recipe, [p for p in skip or () if _matches_any(model, p)])
+
+
+@contextmanager
+def _says_if_rewritten(planned: Plan) -> Iterator[None]:
+    """A failure after a rewrite leaves the rewritten 16-bit weights: the same function, but not a fresh start."""
+    try:
+        yield
+    except BaseException:
+        if planned.recipe.rewrites:
+            what = "the 16-bit weights were rewritten already (their function is the same): load the model anew before"
+            warnings.warn(what + " another try, also to continue a resume folder", stacklevel=4)
+        raise
 
 
 def _silent(*args: Any, **kwargs: Any):

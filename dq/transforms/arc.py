@@ -37,26 +37,37 @@ def fit(state: GroupState, channels: int = 0, dual: bool = False, threshold: boo
     """Sorts the channels of the group and makes the last S residual.
 
     Args:
-        channels: S; 0 takes `auto_channels(K)`.
+        channels: S; 0 takes `auto_channels(K)`, and leaves a group alone that is too narrow or no whole groups wide.
         dual: also for the weights.
         threshold: S is what `reaching_channels` finds instead (a plan shows `channels`).
 
     Raises:
         DQError: without calibration, with 16-bit activations, or if groups do not divide S and K.
     """
-    count, name = channels or auto_channels(state.width), next(iter(state.weights))
     state.require_stats("residual channels")
-    count = reaching_channels(channel_amax(state)) if threshold else count
-    for spec in (state.weight_spec, state.act_spec):
+    name, specs = next(iter(state.weights)), (state.weight_spec, state.act_spec)
+    for spec in specs:
         if spec is None or spec.strategy != "group" or spec.k_segments:
             raise DQError(f"{name}: residual channels go with weights and activations in groups along K, not {spec}")
+    multiple = max(MULTIPLE, *(spec.group_size for spec in specs))
+    if not channels and _misfit(state.width, multiple):
+        return
+    count = channels or auto_channels(state.width, multiple)
+    count = reaching_channels(channel_amax(state), multiple) if threshold else count
+    for spec in specs:
         if count % spec.group_size or state.width % spec.group_size:
             raise DQError(f"{name}: {count} residual channels of {state.width} are no whole groups of {spec}")
     sort_channels(state)
     state.residual, state.dual = count, dual
 
 
+def _misfit(width: int, multiple: int) -> bool:
+    return width % multiple != 0 or width < 2 * multiple
+
+
 def _planned(shape: tuple[int, int], parts: tuple[int, ...], params: dict, name: str) -> Planned:
+    if not params.get("channels") and _misfit(shape[1], MULTIPLE):
+        return Planned()
     count = params.get("channels") or auto_channels(shape[1])
     if not 0 < count <= shape[1]:
         raise DQError(f"{count} residual channels do not fit the input width {shape[1]} of {name}")

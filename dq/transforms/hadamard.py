@@ -67,13 +67,17 @@ def _even(total: int, most: int) -> list[int]:
     return [(total + i) // count for i in reversed(range(count))] if count else []
 
 
-@torch.compiler.assume_constant_result
 def matrix(kind: str, order: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
     """One orthonormal factor [order, order]: kind `regular`, `sylvester` or `order` (any of `ORDERS`)."""
-    key = (kind, order, dtype, device)
-    if key not in _MATRICES:
-        _MATRICES[key] = (_built(kind, order) / sqrt(order)).to(dtype).to(device)
-    return _MATRICES[key]
+    # A plain dict: while a model is traced it is looked up like any other; only what is missing is made aside.
+    found = _MATRICES.get((kind, order, dtype, device))
+    return _made(kind, order, dtype, device) if found is None else found
+
+
+@torch.compiler.assume_constant_result
+def _made(kind: str, order: int, dtype: torch.dtype, device: str) -> Tensor:
+    made = (_built(kind, order) / sqrt(order)).to(dtype).to(device)
+    return _MATRICES.setdefault((kind, order, dtype, device), made)
 
 
 def _built(kind: str, order: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 compressed-tensors makes every scale in the dtype of the model: in float32 the weights are equal bit for bit, in
 bfloat16 those whose scales were chosen in bfloat16 are, the others lose bits there. Its FP4 and MX weights are bfloat16
-whatever the model is: those are equal there. Logits are not compared: it patches `forward` and quantizes activations by its own conventions.
+whatever the model is: those are equal there. Logits are not compared: it patches `forward` and quantizes activations by
+its own conventions.
 """
 
 import json

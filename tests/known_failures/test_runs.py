@@ -141,7 +141,7 @@ def test_F24_empty_calibration_is_an_error(tiny):
         dq.Prompts(None)
     with pytest.raises(dq.DQError, match="must be texts; number 1"):
         dq.Prompts(["a", 1])
-    with pytest.raises(dq.DQError, match=r"calibration must be dq\.Prompts or records, got int"):
+    with pytest.raises(dq.DQError, match=r"calibration must be dq\.Prompts, dq\.Text or records, got int"):
         dq.quantize(tiny.flux(), tiny.recipe("int8"), calibration=5)
     with pytest.raises(dq.DQError, match=r"a calibration record is .* got str"):
         dq.quantize(tiny.flux(), tiny.recipe("int8"), calibration=["a cat"])

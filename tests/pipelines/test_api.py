@@ -118,7 +118,7 @@ def test_dequantize_and_quantize_again(tiny, preset):
     for name, weight in weights.items():
         layer = model.get_submodule(name)
         assert type(layer) is nn.Linear and torch.equal(layer.weight, weight)
-        assert torch.equal(layer.bias, source.get_submodule(name).bias)
+        assert recipe.corrects_bias or torch.equal(layer.bias, source.get_submodule(name).bias)
     with pytest.raises(dq.DQError, match="nothing in FluxTransformer2DModel is quantized"):
         dq.dequantize(model)
     report = dq.quantize(model, recipe, calibration=records, progress=False)

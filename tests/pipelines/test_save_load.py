@@ -149,9 +149,13 @@ def test_bytes_are_those_of_the_plan(tiny, preset):
     records = [tiny.flux_inputs(torch.bfloat16)] if recipe.needs_calibration else None
     report = dq.quantize(model, recipe, calibration=records, progress=False)
     memory = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    assert memory == pytest.approx(plan.bytes_after, rel=0.02)
+    if recipe.auto is None:
+        assert memory == pytest.approx(plan.bytes_after, rel=0.02)
+    else:  # a budget: never more, and what single groups leave over
+        assert 0.85 * plan.bytes_after < memory <= 1.02 * plan.bytes_after
     assert report.bytes_after == memory and report.bytes_before == before
-    assert sum(x.nbytes for x in report.layers) == pytest.approx(sum(r.nbytes for r in plan.quantized), rel=0.02)
+    if recipe.auto is None:
+        assert sum(x.nbytes for x in report.layers) == pytest.approx(sum(r.nbytes for r in plan.quantized), rel=0.02)
     assert memory < 0.75 * before
 
 
