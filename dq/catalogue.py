@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 from collections.abc import Callable
 from importlib import metadata
+from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ from dq.pipelines.exported import EXPORTERS
 from dq.pipelines.kv_store import KV_FORMATS
 from dq.qtensor import quantize
 from dq.recipe import Recipe, presets
+from dq.rewrites import REWRITES
 from dq.rounding import ROUNDINGS
 from dq.spec import FORMATS, SPECS, QuantSpec
 from dq.transforms import TRANSFORMS
@@ -68,11 +71,23 @@ def _first_line(text: str | None) -> str:
 
 def _transforms() -> list[str]:
     asks = {True: " Needs calibration.", False: ""}
-    return [f"{t.name:<22} {_first_line(t.fit.__doc__)}{asks[t.calibrated({})]}" for t in TRANSFORMS]
+    rows = [(t.name, _first_line(t.fit.__doc__) + asks[t.calibrated({})], _parameters(t.fit)) for t in TRANSFORMS]
+    return [f"{name:<22} {text}" + (f"\n  {'':<22} {params}" if params else "") for name, text, params in rows]
+
+
+def _parameters(function: Callable[..., Any]) -> str:
+    """`name=default, ...` of what a recipe may set, behind the first argument."""
+    known = list(inspect.signature(function).parameters.values())[1:]
+    return ", ".join(f"{p.name}={p.default}" for p in known if p.default is not p.empty)
+
+
+def _rewrites() -> list[str]:
+    return [f"{r.name:<22} {_first_line(r.apply.__doc__)}" for r in REWRITES]
 
 
 def _roundings() -> list[str]:
-    return [f"{r.name:<22} {_first_line(r.round.__doc__)}" for r in ROUNDINGS]
+    rows = [(r.name, _first_line(r.round.__doc__), _parameters(r.round)) for r in ROUNDINGS]
+    return [f"{name:<22} {text}" + (f"\n  {'':<22} {params}" if params else "") for name, text, params in rows]
 
 
 def _recipes() -> list[str]:
@@ -121,6 +136,7 @@ KINDS: dict[str, Callable[[], list[str]]] = {
     "formats": _formats,
     "transforms": _transforms,
     "roundings": _roundings,
+    "rewrites": _rewrites,
     "recipes": _recipes,
     "families": _families,
     "metrics": _metrics,
