@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dq.columns import join_columns, take_columns
 from dq.linear import QuantizedLinear
 from dq.ops import reference_qlinear
-from dq.planning import PlanRow
+from dq.planning import Plan, PlanRow
 from dq.qtensor import QTensor, check_finite, choose_scale, executed_amax
 from dq.recipe import Target
 from dq.registry import DQError
@@ -92,6 +92,21 @@ def _reached(row: PlanRow, stats: dict[str, Stat]) -> dict[str, Stat]:
         if not stat.count and row.target.needs_calibration:
             stat.amax()  # says so
     return {name: stat for name, stat in found.items() if stat.count}
+
+
+def check_weights(model: nn.Module, plan: Plan) -> None:
+    """Before anything runs: every weight to be quantized is there, and every parameter of the model is finite (of what
+    stays in 16 bits and of biases too: a model that computes NaN cannot be judged).
+
+    Raises:
+        DQError: naming the first that is not.
+    """
+    for name in (m for row in plan.quantized for m in row.members):
+        if model.get_submodule(name).weight.is_meta:
+            raise DQError(f"{name}.weight holds no data (offloaded, or not loaded yet): quantize before offloading")
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.itemsize > 1 and not parameter.is_meta:
+            check_finite(parameter, name)
 
 
 def transformed(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device=None) -> GroupState:

@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from dq.auto import FLOOR, ChoiceTable, cautious, choose, decided, reference_score, score_row, undecided
 from dq.checkpoint import artifact_meta
-from dq.group import quantize_row
+from dq.group import check_weights, quantize_row
 from dq.linear import LayerInfo, QuantizedLinear, layer_info, quantized_linears
-from dq.planning import Plan, PlanRow, check_weights, model_bytes, subset
+from dq.planning import Plan, PlanRow, model_bytes, subset
 from dq.reconstruct import captured, learn_block
 from dq.records import Record, outputs, relative_error
 from dq.registry import DQError

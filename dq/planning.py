@@ -14,7 +14,6 @@ from torch import nn
 
 from dq.family import Family, find_family, matches
 from dq.linear import LinearConfig, QuantizedLinear
-from dq.qtensor import check_finite
 from dq.recipe import Recipe, Target
 from dq.registry import DQError, suggest, typed
 from dq.transforms import TRANSFORMS
@@ -271,7 +270,7 @@ def _choices(rows: Sequence[PlanRow], recipe: Recipe) -> list[str]:
     elements = sum(r.elements for r in free)
     least = 8 * sum(min(_bytes_of(r, c.target) for c in auto.candidates) for r in free) / elements
     budget = (auto.bits or 8 * sum(r.nbytes for r in free) / elements) + auto.extra_bits
-    if budget < least:
+    if budget < least < math.inf:  # where no candidate fits a group at all, scoring says why
         raise DQError(f"the smallest candidates take {least:.3f} bits per weight, the budget of [auto] is {budget:.3f}")
     names = ", ".join(c.name for c in auto.candidates)
     return [f"auto: {len(free)} groups choose from {names} within {budget:.2f} bits per weight; shown is the first"]
@@ -388,18 +387,3 @@ def _row(members, inputs, linears, target, reason, family: Family) -> PlanRow:
     if target is not None:
         planned_config(shapes[0], row)  # refuses now what could not be fitted later
     return row
-
-
-def check_weights(model: nn.Module, plan: Plan) -> None:
-    """Before anything runs: every weight to be quantized is there, and every parameter of the model is finite (of what
-    stays in 16 bits and of biases too: a model that computes NaN cannot be judged).
-
-    Raises:
-        DQError: naming the first that is not.
-    """
-    for name in (m for row in plan.quantized for m in row.members):
-        if model.get_submodule(name).weight.is_meta:
-            raise DQError(f"{name}.weight holds no data (offloaded, or not loaded yet): quantize before offloading")
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.itemsize > 1 and not parameter.is_meta:
-            check_finite(parameter, name)

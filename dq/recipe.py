@@ -204,8 +204,8 @@ class Auto:
         names = [typed(c, Candidate, "candidates are dq.recipe.Candidate values").name for c in self.candidates]
         if not names or len(set(names)) < len(names):
             raise DQError(f"auto needs candidates, each with a name of its own; got {', '.join(names) or 'none'}")
-        known = all(math.isfinite(v) for v in (self.bits, self.extra_bits, self.screen))
-        if not (known and self.bits >= 0 and min(self.screen, self.records, self.rounds) >= 1):
+        finite, least = math.isfinite(self.bits + self.extra_bits), min(self.screen, self.records, self.rounds)
+        if not (finite and self.bits >= 0 and 1 <= least < math.inf):
             raise DQError("auto takes finite bits of at least 0, and screen, records and rounds of at least 1")
 
     @property

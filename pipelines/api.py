@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from dq.folding import Folded, fold_model
+from dq.group import check_weights
 from dq.linear import quantized_linears
-from dq.loop import QuantizeReport, check_weights, dequantize_model, quantize_model
+from dq.loop import QuantizeReport, dequantize_model, quantize_model
 from dq.ops import MODES
 from dq.pipelines.calibration import DENOISERS, Prompts
 from dq.pipelines.rewriting import apply_rewrites, check_rewrites

@@ -142,7 +142,7 @@ def test_table():
     lines = str(table).splitlines()
     cells = [re.split(r"\s{2,}", line) for line in lines]
     assert cells[0] == ["group", "taken", "bits", "error", "of first", "model share", "runner-up"]
-    assert cells[1] == ["a.q +1", "w8", "8.50", "1.00e-03", "0.01x", "30.0 %", "w4 100.00x"]
+    assert cells[1] == ["a.q +1", "w8", "8.50", "1.00e-03", "0.01x", "30.0 %", "w4 100.00x at 4.50 bits"]
     assert cells[2] == ["b", "w4", "4.50", "1.00e-02", "1.00x", "70.0 %", "-"]
     assert lines[-1] == "2 groups, 6.500 bits per weight"
     assert table[0].score().candidate == "w8" and table[0].score("w4").error == 0.10
@@ -335,7 +335,7 @@ def test_recipes_round_trip_and_are_checked():
         with pytest.raises(DQError, match="each with a name of its own"):
             Auto(bad)
     for words in (dict(screen=0.5), dict(records=0), dict(rounds=0), dict(bits=-1.0)):
-        with pytest.raises(DQError, match="auto takes bits of at least 0"):
+        with pytest.raises(DQError, match="auto takes finite bits of at least 0"):
             recipe(**words)
     with pytest.raises(DQError, match=r"unknown word 'budget' in \[auto\]"):
         recipe(budget=5.0)

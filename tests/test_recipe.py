@@ -176,7 +176,7 @@ MISTAKES = [
     (BASE + "transforms = [{ name = 'smooth', alpha = 'x' }]\n", r"takes alpha as float or int; got 'x'"),
     (BASE + "transforms = [{ name = 'smooth', alpha = 7 }]\n", r"'smooth' got {'alpha': 7}: alpha is 0 to 1"),
     (BASE + "transforms = [{ name = 'smooth', alpha = -1.0 }]\n", r"alpha is 0 to 1"),
-    (BASE + "transforms = [{ name = 'smooth', alpha = nan }]\n", r"alpha is 0 to 1"),
+    (BASE + "transforms = [{ name = 'smooth', alpha = nan }]\n", r"takes a finite alpha; got nan"),
     (BASE + "transforms = [{ name = 'smooth', search = 'no' }]\n", r"'smooth' takes search as bool; got 'no'"),
     (BASE + "transforms = [{ name = 'smooth', merge = 'men' }]\n", r"merge one of max, mean"),
 ]

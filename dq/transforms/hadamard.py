@@ -69,15 +69,19 @@ def _even(total: int, most: int) -> list[int]:
 
 def matrix(kind: str, order: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
     """One orthonormal factor [order, order]: kind `regular`, `sylvester` or `order` (any of `ORDERS`)."""
-    # A plain dict: while a model is traced it is looked up like any other; only what is missing is made aside.
+    # A plain dict: while a model is traced it is looked up like any other; only what is missing is made aside, and not
+    # kept then, because the trace would no longer fit what it saw.
     found = _MATRICES.get((kind, order, dtype, device))
-    return _made(kind, order, dtype, device) if found is None else found
+    if found is None:
+        found = _made(kind, order, dtype, device)
+        if not torch.compiler.is_compiling():
+            _MATRICES[kind, order, dtype, device] = found
+    return found
 
 
 @torch.compiler.assume_constant_result
 def _made(kind: str, order: int, dtype: torch.dtype, device: str) -> Tensor:
-    made = (_built(kind, order) / sqrt(order)).to(dtype).to(device)
-    return _MATRICES.setdefault((kind, order, dtype, device), made)
+    return (_built(kind, order) / sqrt(order)).to(dtype).to(device)
 
 
 def _built(kind: str, order: int) -> Tensor:

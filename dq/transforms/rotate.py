@@ -40,14 +40,18 @@ def regular_hadamard(size: int, dtype: torch.dtype = torch.float32, device: str 
 def signs(width: int, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
     """D [K]: +-1, from Python's generator, whose sequences do not change between versions as those of torch may."""
     found = _SIGNS.get((width, seed, dtype, device))
-    return _drawn(width, seed, dtype, device) if found is None else found
+    if found is None:
+        found = _drawn(width, seed, dtype, device)
+        if not torch.compiler.is_compiling():  # as in dq.transforms.hadamard
+            _SIGNS[width, seed, dtype, device] = found
+    return found
 
 
 @torch.compiler.assume_constant_result
 def _drawn(width: int, seed: int, dtype: torch.dtype, device: str) -> Tensor:
     source = random.Random(seed)
     drawn = [1.0 if source.random() < 0.5 else -1.0 for _ in range(width)]
-    return _SIGNS.setdefault((width, seed, dtype, device), torch.tensor(drawn, dtype=dtype, device=device))
+    return torch.tensor(drawn, dtype=dtype, device=device)
 
 
 def rotate(x: Tensor, size: int, kind: str = "regular", seed: int = 0, inverse: bool = False) -> Tensor:
