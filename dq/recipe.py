@@ -300,9 +300,7 @@ class Recipe:
         for rule in self.rules:
             typed(rule, Rule, "the rules of a recipe are dq.recipe.Rule values")
         if self.min_features < 0 or self.multiple < 1:
-            raise DQError(
-                f"min_features is at least 0 and multiple at least 1; got {self.min_features} and {self.multiple}"
-            )
+            raise DQError(f"min_features is at least 0, multiple at least 1; got {self.min_features}, {self.multiple}")
 
     @property
     def corrects_bias(self) -> bool:
