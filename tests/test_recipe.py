@@ -156,7 +156,7 @@ MISTAKES = [
     (RULE.format("[['grd', 1]]"), r"'mse' takes no parameter 'grd'; did you mean 'grid'"),
     ("min_features = 'big'\n" + BASE, r"min_features in a Recipe must be int; got 'big'"),
     ("min_features = -3\n" + BASE, r"min_features is at least 0, multiple at least 1; got -3"),
-    ("multiple = 0\n" + BASE, r"multiple at least 1; got 256 and 0"),
+    ("multiple = 0\n" + BASE, r"multiple at least 1; got 256, 0"),
     ("multiple = 'a'\n" + BASE, r"multiple in a Recipe must be int"),
     (BASE.replace('"mine"', "5"), r"name in a Recipe must be str"),
     ("rules = ['a']\n" + BASE, r"a recipe rule is a table; got 'a'"),
