@@ -249,7 +249,8 @@ class Reconstruct:
 
     def __post_init__(self):
         check_fields(self)
-        if self.iters < 1 or self.records < 1 or self.lr <= 0 or self.strength < 0 or not 0 <= self.warmup < 1:
+        learns = 0 < self.lr < math.inf and 0 <= self.strength < math.inf and 0 <= self.warmup < 1
+        if self.iters < 1 or self.records < 1 or not learns:
             raise DQError(
                 "reconstruct takes iters and records from 1, lr above 0, strength from 0 and warmup from 0 to below 1"
             )

@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 
-from dq.recipe import Recipe, Rule, Target, presets
+from dq.recipe import Recipe, Reconstruct, Rule, Target, presets
 from dq.registry import DQError
 from dq.spec import QuantSpec
 from dq.transforms import TRANSFORMS
@@ -247,3 +247,10 @@ def test_parameters_of_every_transform_are_known():
 def test_presets_are_plain_toml(root):
     for path in sorted((root / "dq" / "presets").glob("*.toml")):
         assert tomllib.loads(path.read_text())["name"] == path.stem
+
+
+@pytest.mark.parametrize("bad", [{"lr": float("nan")}, {"lr": float("inf")}, {"strength": float("nan")}], ids=str)
+def test_reconstruction_refuses_numbers_that_are_none(bad):
+    """A rate of NaN would leave every rounding as it was, without a word."""
+    with pytest.raises(DQError):
+        Reconstruct(**bad)
