@@ -17,6 +17,7 @@ ROWS = (
     ("stats", "records", "family", "tokens", "steps"),
     ("transforms", "rounding"),
     ("rewrites",),
+    ("target",),
     ("ops", "recipe", "replay"),
     ("linear",),
     ("kernels", "planning"),
