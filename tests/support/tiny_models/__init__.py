@@ -1,0 +1,10 @@
+"""Tiny configurations of diffusers' denoisers, with inputs: `CASES[name].build()` and `CASES[name].inputs()`.
+
+A case is named as its class, or `<class>@<variant>`. Weights are random and of a size at which every layer matters.
+Found on sys.path in tests (`pythonpath` in pyproject.toml): `from tiny_models import CASES`.
+"""
+
+from tiny_models import image, unet, video
+from tiny_models.case import Case
+
+CASES: dict[str, Case] = {case.name: case for module in (image, video, unet) for case in module.CASES}
