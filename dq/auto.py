@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dq.conv import matrix
 from dq.family import matches
 from dq.group import quantize_row, transformed
 from dq.linear import QuantizedLinear
@@ -126,7 +127,7 @@ def layers_error(
     for members in row.inputs:
         stat = stats[members[0]]
         for m in members:
-            w = model.get_submodule(m).weight.detach().to(layers[m].qweight.device, torch.float32)
+            w = matrix(model.get_submodule(m)).detach().to(layers[m].qweight.device, torch.float32)
             x = stat.held_rows.to(w)
             y, bias = x @ w.T, model.get_submodule(m).bias
             wrong = reference_qlinear(x, layers[m].params) - (y if bias is None else y + bias.to(y))

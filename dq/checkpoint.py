@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dq.conv import like, size
 from dq.linear import LinearConfig, QuantizedLinear, quantized_linears
 from dq.planning import Plan
 from dq.registry import DQError, suggest, typed
@@ -79,7 +80,7 @@ def prepare_model(model: nn.Module, config: dict[str, Any], dtype: torch.dtype, 
         raise DQError(f"{damaged}{type(error).__name__}: {error}") from error
     if not layers:
         raise DQError(damaged + "it names no quantized layer")
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
     for name, entry in layers.items():
         if name not in linears:
             raise DQError(
@@ -88,16 +89,17 @@ def prepare_model(model: nn.Module, config: dict[str, Any], dtype: torch.dtype, 
         old, kind = linears[name], entry["kind"]
         if not 0 <= kind < len(kinds):
             raise DQError(f"{damaged}{name!r} refers to kind {kind} of {len(kinds)}")
+        n, k = size(old)
         new = QuantizedLinear(
-            old.in_features,
-            old.out_features,
+            k,
+            n,
             kinds[kind],
             bias=old.bias is not None or kinds[kind].shifted,
             dtype=dtype,
             device=device,
         )
         new.sqnr_db = entry.get("sqnr_db")
-        model.set_submodule(name, new.train(old.training))
+        model.set_submodule(name, like(new, old).train(old.training))
 
 
 def _align(model: nn.Module) -> None:

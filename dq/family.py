@@ -68,7 +68,8 @@ class Family:
         inputs: tuples of linears that receive the same input and therefore share smoothing and rotation.
         smooth: tuples of linears that have different inputs but must share smoothing factors (a common channel basis).
         lowrank: tuples of linears that share the down factor of a low-rank branch.
-        k_parts: linear -> linears whose out_features are the widths of the parts of its concatenated input.
+        k_parts: linear -> linears whose out_features are the widths of the parts of its concatenated input; a last
+            "..." stands for what is left of it.
         high_precision: (regex, reason) pairs, beside or instead of the default ones.
         modulation: regexes of linears that turn the timestep embedding into scales and shifts: weight-only.
         folds: where smoothing factors can be folded into what makes the input.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dq.columns import join_columns, take_columns
+from dq.conv import like, matrix
 from dq.linear import QuantizedLinear
 from dq.ops import reference_qlinear
 from dq.planning import Plan, PlanRow
@@ -30,7 +31,7 @@ def _group_state(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device)
     """The row's weights in float32, checked for NaN/Inf."""
     weights = {}
     for m in row.members:
-        w = model.get_submodule(m).weight
+        w = matrix(model.get_submodule(m))
         check_finite(w, f"{m}.weight")
         weights[m] = w.detach().to(device=device or w.device, dtype=torch.float32)
     kind = model.get_submodule(row.members[0]).weight.dtype
@@ -130,7 +131,7 @@ def quantize_row(
         biased = [m for m in members if shifted or model.get_submodule(m).bias is not None]
         for m, weight in round_members(state, row.target, members, biased).items():
             old = model.get_submodule(m)
-            layers[m] = QuantizedLinear.build(
+            layer = QuantizedLinear.build(
                 weight,
                 activations=state.act_spec,
                 steps=state.steps,
@@ -141,12 +142,13 @@ def quantize_row(
                 residual=state.residual,
                 dual=state.dual,
             )
-            _take_off_constant(layers[m])
-            stat, raw = state.stat(m), old.weight.detach().to(weight.codes.device, torch.float32)
+            _take_off_constant(layer)
+            stat, raw = state.stat(m), matrix(old).detach().to(weight.codes.device, torch.float32)
             if row.target.bias_correction and stat is not None:
-                _correct_bias(layers[m], raw, stat.rows.to(raw), old.bias)
+                _correct_bias(layer, raw, stat.rows.to(raw), old.bias)
             sample = None if stat is None else stat.held_rows[:128].to(raw)
-            layers[m].sqnr_db = sqnr_db(layers[m], raw, sample, old.bias)
+            layer.sqnr_db = sqnr_db(layer, raw, sample, old.bias)
+            layers[m] = like(layer, old)
     return layers
 
 

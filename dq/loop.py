@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from dq.auto import FLOOR, ChoiceTable, cautious, choose, decided, reference_score, score_row, undecided
 from dq.checkpoint import artifact_meta
+from dq.conv import like, plain, rows, size
 from dq.group import check_weights, quantize_row
 from dq.linear import LayerInfo, QuantizedLinear, layer_info, quantized_linears
 from dq.planning import Plan, PlanRow, model_bytes, subset
@@ -283,7 +284,7 @@ class _Loop:
         replaced = {}
         for name, layer in layers.items():
             old = replaced[name] = self.model.get_submodule(name)
-            self.model.set_submodule(name, layer.to(old.weight.device).train(old.training))
+            self.model.set_submodule(name, like(layer, old).to(old.weight.device).train(old.training))
         return replaced
 
     def _call(self, index: int) -> Any:
@@ -315,8 +316,7 @@ class _Loop:
         return stats
 
     def _stat(self, name: str) -> Stat:
-        width = self.model.get_submodule(name).in_features
-        return Stat(width, name=name, want_gram=self.gram.get(name, False))
+        return Stat(size(self.model.get_submodule(name))[1], name=name, want_gram=self.gram.get(name, False))
 
     def _held_out(self, index: int) -> bool:
         """Whether a record only scores: every fourth one, while candidates are compared."""
@@ -324,7 +324,7 @@ class _Loop:
 
     def _hook(self, name: str, first: str, stats: dict[str, Stat], current: dict, seen: dict):
         def hook(module, args, kwargs):
-            x, early = args[0] if args else next(iter(kwargs.values())), ("before", first)
+            x, early = rows(module, args[0] if args else next(iter(kwargs.values()))), ("before", first)
             if name == first or name in self.split:
                 stats[name].update(x, **current)
             elif first in seen:
@@ -376,8 +376,8 @@ def dequantize_model(model: nn.Module) -> nn.Module:
     if not found:
         raise DQError(f"{type(model).__name__} holds no quantized linear")
     for name, layer in found.items():
-        new = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-        new.weight = nn.Parameter(layer.dequantized_weight(), requires_grad=False)
+        new = plain(layer)
+        new.weight = nn.Parameter(layer.dequantized_weight().reshape(new.weight.shape), requires_grad=False)
         if layer.bias is not None:
             constant = layer.constant()
             bias = layer.bias.detach() if constant is None else layer.bias.detach().to(torch.float32) + constant

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import torch
 from torch import nn
 
+from dq.conv import size
 from dq.family import Family, find_family, matches
 from dq.linear import LinearConfig, QuantizedLinear
+from dq.plan_text import plan_lines, size_text
 from dq.recipe import Recipe, Target
 from dq.registry import DQError, suggest, typed
 from dq.transforms import TRANSFORMS
@@ -152,51 +152,7 @@ class Plan:
         return [n for n in names if n] + [n for n in names if not n]
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
-
-
-def _lines(plan: Plan) -> list[str]:
-    kinds: dict[tuple, Counter] = {}
-    for row in plan.rows:
-        t = row.target
-        names = " + ".join(_short([re.sub(r"(?<=\.)\d+(?=\.)", "*", m) for m in row.members]))
-        how = "16-bit: " + row.reason if t is None else _describe(t)
-        shape = f"{sum(n for n, _ in row.shapes)}x{row.shapes[0][1]}"
-        kinds.setdefault((names, shape, how), Counter()).update(n=1, elements=row.elements, nbytes=row.nbytes)
-    wide = max((len(k[0]) for k in kinds), default=0)
-    first = "".join(f", {name}" for name, _ in plan.recipe.rewrites)
-    rewritten = f"; rewritten first by {first[2:]}: a tied output projection gets a weight of its own" if first else ""
-    out = [f"{plan.model}: recipe {plan.recipe.name}, family {plan.family.name}{rewritten}"]
-    for (names, shape, how), c in kinds.items():
-        out.append(f"  {names:<{wide}}  {c['n']:>3} x {shape:<12} {_size(c['nbytes']):>9}  {how}")
-    out.append(
-        f"  weights {_size(plan.bytes_before)} -> {_size(plan.bytes_after)}; about {plan.seconds:.0f} s on two CPU"
-        f" cores beside calibration; peak memory about {_size(plan.peak_bytes)}"
-    )
-    return out + [f"  note: {r}" for r in (*plan.remarks, plan.family.assumed) if r]
-
-
-def _describe(target: Target) -> str:
-    acts = "16-bit" if target.activations is None else str(target.activations)
-    steps = (*target.transforms, (target.rounding, target.rounding_params))
-    return f"W {target.weights}  X {acts}  " + ", ".join(n + "".join(f" {k}={v}" for k, v in p) for n, p in steps)
-
-
-def _short(names: list[str]) -> list[str]:
-    """a.b.q, a.b.k -> a.b.q, k."""
-    out = [names[0]]
-    for previous, name in pairwise(names):
-        parent = previous.rpartition(".")[0] + "."
-        out.append(name.removeprefix(parent) if parent != "." else name)
-    return out
-
-
-def _size(n: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if n < 1000:
-            return f"{n:.3g} {unit}"
-        n /= 1000
-    return f"{n:.3g} GB"
+        return "\n".join(plan_lines(self))
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -231,10 +187,10 @@ def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) 
         raise DQError(f"{name} is quantized by {other} already: load the 16-bit model, or dequantize it while loading")
     if isinstance(model, nn.Linear):
         raise DQError(f"a lone {name} has no name to be replaced by: put it into a model, e.g. nn.Sequential(layer)")
-    linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear}
+    linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear or (recipe.conv and type(m) is nn.Conv2d)}
     kinds = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear})
     others = [f"subclasses of nn.Linear stay in 16 bits: {', '.join(kinds)}"] if kinds else []
-    others += _stacked(model)
+    others += _stacked(model) + _convolutions(model, recipe)
     _check_patterns(linears, skip)
     family = find_family(model)
     tied = tied_names(model)
@@ -249,13 +205,21 @@ def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) 
     return Plan(name, recipe, family, rows, other, (*others, *remarks))
 
 
+def _convolutions(model: nn.Module, recipe: Recipe) -> list[str]:
+    """A remark about convolutions that no recipe reaches."""
+    kinds = (nn.Conv1d, nn.Conv3d) if recipe.conv else (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    found = [m.weight.numel() * 2 for m in model.modules() if isinstance(m, kinds)]
+    why = "only 2-D ones are quantized" if recipe.conv else "the recipe has no [conv] section"
+    return [f"{len(found)} convolutions stay in 16 bits ({size_text(sum(found))}): {why}"] if found else []
+
+
 def _stacked(model: nn.Module) -> list[str]:
     """A remark about experts that a library keeps in one tensor [experts, N, K]: no linears, so they stay."""
     found = {n: p.numel() * 2 for n, p in model.named_parameters() if p.dim() == 3 and "expert" in n}
     if not found:
         return []
     what = f"{len(found)} stacked expert weights (e.g. {next(iter(found))}) are no linears"
-    return [f"{what}: {_size(sum(found.values()))} stay in 16 bits"]
+    return [f"{what}: {size_text(sum(found.values()))} stay in 16 bits"]
 
 
 def _choices(rows: Sequence[PlanRow], recipe: Recipe) -> list[str]:
@@ -312,7 +276,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def _target(name: str, module: nn.Linear, recipe: Recipe, family: Family, skip, tied) -> tuple[Target | None, str]:
     """The target of one linear, or None and the reason why it stays in 16 bits."""
     target, reason = _wanted(name, module, recipe, family, skip, tied)
-    n, k = module.out_features, module.in_features
+    n, k = size(module)
     if target is not None and not n * k:
         return None, "empty"
     for spec in filter(None, (target.weights, target.activations) if target else ()):
@@ -332,14 +296,16 @@ def _wanted(name: str, module: nn.Linear, recipe: Recipe, family: Family, skip, 
     if rule is not None:
         return rule.target, rule.reason if rule.target is None else ""
     why = family.keep_reason(name)
-    n, k = module.out_features, module.in_features
+    n, k = size(module)
     if why:
         return None, why
+    if isinstance(module, nn.Conv2d) and module.groups > 1:
+        return None, f"a convolution of {module.groups} groups"
     if min(n, k) < recipe.min_features or k % recipe.multiple:
         return None, f"too small to quantize ({n}x{k}, bound {recipe.min_features})"
     if family.is_modulation(name):
         return recipe.modulation, "" if recipe.modulation else "modulation"
-    return recipe.linear, ""
+    return recipe.conv if isinstance(module, nn.Conv2d) else recipe.linear, ""
 
 
 def _rows(linears: dict[str, nn.Linear], targets: dict[str, tuple[Target | None, str]], family: Family):
@@ -364,26 +330,34 @@ def _rows(linears: dict[str, nn.Linear], targets: dict[str, tuple[Target | None,
 
 def _present(name: str, groups, family: Family, linears, targets) -> tuple[str, ...]:
     """Partners of `name` that exist, have the same K and the same target."""
-    width, target = linears[name].in_features, targets[name][0]
+    width, target = size(linears[name])[1], targets[name][0]
     found = [
         p
         for p in family.partners(groups, name)
-        if p in linears and linears[p].in_features == width and targets[p][0] == target
+        if p in linears and size(linears[p])[1] == width and targets[p][0] == target
     ]
     return tuple(found) or (name,)
 
 
 def _row(members, inputs, linears, target, reason, family: Family) -> PlanRow:
-    shapes = tuple((linears[m].out_features, linears[m].in_features) for m in members)
+    shapes = tuple(size(linears[m]) for m in members)
     lowrank = []
     for m in members:
         together = tuple(p for p in family.partners(family.lowrank, m) if p in members) or (m,)
         if together not in lowrank:
             lowrank.append(together)
-    parts = tuple(linears[p].out_features for p in family.parts_of(members[0]) if p in linears)
-    if sum(parts) != shapes[0][1]:
-        parts = ()
+    parts = _parts(members[0], linears, family)
     row = PlanRow(members, shapes, family.block_of(members[0]), inputs, tuple(lowrank), parts, target, reason)
     if target is not None:
         planned_config(shapes[0], row)  # refuses now what could not be fitted later
     return row
+
+
+def _parts(name: str, linears: dict[str, nn.Module], family: Family) -> tuple[int, ...]:
+    """Widths of the parts of a concatenated input, () unless they are known and fill K; "..." is what is left of it."""
+    (_, k), listed = size(linears[name]), family.parts_of(name)
+    area = math.prod(getattr(linears[name], "kernel_size", ()))  # a convolution reads each channel once per tap
+    found = [size(linears[p])[0] * area for p in listed if p in linears]
+    if listed[-1:] == ("...",) and len(found) == len(listed) - 1:
+        found.append(k - sum(found))
+    return tuple(found) if found and min(found) > 0 and sum(found) == k else ()

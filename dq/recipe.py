@@ -139,6 +139,7 @@ class Recipe:
         modulation: target of the linears that make scales and shifts from the timestep; None keeps them in 16 bits.
         rules: ordered; the first rule that matches a name wins over everything else.
         min_features: a linear with a side smaller than this stays in 16 bits ("too small to quantize").
+        conv: target of 2-D convolutions (of one group); None keeps them in 16 bits.
         multiple: so does one whose K is not a multiple of this; 1 lets every K pass (it is padded).
     """
 
@@ -152,6 +153,7 @@ class Recipe:
     auto: Auto | None = None
     rewrites: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
     reconstruct: Reconstruct | None = None
+    conv: Target | None = None
 
     def __post_init__(self):
         check_fields(self)
@@ -162,18 +164,21 @@ class Recipe:
             raise DQError(f"min_features is at least 0, multiple at least 1; got {self.min_features}, {self.multiple}")
 
     @property
+    def _targets(self) -> list[Target]:
+        return [t for t in (self.linear, self.modulation, self.conv, *(r.target for r in self.rules)) if t is not None]
+
+    @property
     def corrects_bias(self) -> bool:
         """Whether some layer's bias may take up what its output loses on average."""
-        targets = [self.linear, self.modulation, *(r.target for r in self.rules)]
+        targets = self._targets
         targets += [c.target for c in self.auto.candidates] if self.auto else []
-        return any(t.bias_correction for t in targets if t is not None)
+        return any(t.bias_correction for t in targets)
 
     @property
     def needs_calibration(self) -> bool:
-        targets = [self.linear, self.modulation, *(r.target for r in self.rules)]
         batches = any(REWRITES.get(name).needs_batches for name, _ in self.rewrites)
         whole = self.auto is not None or self.reconstruct is not None
-        return batches or whole or any(t.needs_calibration for t in targets if t is not None)
+        return batches or whole or any(t.needs_calibration for t in self._targets)
 
     def with_(self, **changes: Any) -> Recipe:
         """A copy with some fields changed, e.g. `recipe.with_(min_features=16)`."""
@@ -191,10 +196,11 @@ class Recipe:
             data["linear"] = auto.candidates[0].target.to_dict()
         if "name" not in data or "linear" not in data:
             raise DQError("a recipe needs a name and a [linear] section")
-        modulation = data.pop("modulation", None)
+        modulation, conv = data.pop("modulation", None), data.pop("conv", None)
         return cls(
             linear=Target.from_dict(data.pop("linear")),
             modulation=None if modulation is None else Target.from_dict(modulation),
+            conv=None if conv is None else Target.from_dict(conv),
             rules=tuple(_rule(r) for r in typed(data.pop("rules", []), (list, tuple), "each rule begins [[rules]]")),
             auto=auto,
             reconstruct=Reconstruct.from_dict(data.pop("reconstruct", None)),
@@ -206,6 +212,8 @@ class Recipe:
         out: dict[str, Any] = {"name": self.name, "description": self.description, "linear": self.linear.to_dict()}
         if self.modulation is not None:
             out["modulation"] = self.modulation.to_dict()
+        if self.conv is not None:
+            out["conv"] = self.conv.to_dict()
         if self.rules:
             out["rules"] = [
                 {"match": r.match} | ({"keep": r.reason} if r.target is None else r.target.to_dict())

@@ -1,0 +1,58 @@
+"""How a plan prints: one line per kind of group, sizes in suitable units."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from dq.recipe import Target
+
+if TYPE_CHECKING:
+    from dq.planning import Plan
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The lines of `print(plan)`: kinds of groups, totals, remarks."""
+    kinds: dict[tuple, Counter] = {}
+    for row in plan.rows:
+        t = row.target
+        names = " + ".join(_short([re.sub(r"(?<=\.)\d+(?=\.)", "*", m) for m in row.members]))
+        how = "16-bit: " + row.reason if t is None else _describe(t)
+        shape = f"{sum(n for n, _ in row.shapes)}x{row.shapes[0][1]}"
+        kinds.setdefault((names, shape, how), Counter()).update(n=1, elements=row.elements, nbytes=row.nbytes)
+    wide = max((len(k[0]) for k in kinds), default=0)
+    first = "".join(f", {name}" for name, _ in plan.recipe.rewrites)
+    rewritten = f"; rewritten first by {first[2:]}: a tied output projection gets a weight of its own" if first else ""
+    out = [f"{plan.model}: recipe {plan.recipe.name}, family {plan.family.name}{rewritten}"]
+    for (names, shape, how), c in kinds.items():
+        out.append(f"  {names:<{wide}}  {c['n']:>3} x {shape:<12} {size_text(c['nbytes']):>9}  {how}")
+    before, after, peak = (size_text(n) for n in (plan.bytes_before, plan.bytes_after, plan.peak_bytes))
+    cost = f"about {plan.seconds:.0f} s on two CPU cores beside calibration; peak memory about {peak}"
+    out.append(f"  weights {before} -> {after}; {cost}")
+    return out + [f"  note: {r}" for r in (*plan.remarks, plan.family.assumed) if r]
+
+
+def _describe(target: Target) -> str:
+    acts = "16-bit" if target.activations is None else str(target.activations)
+    steps = (*target.transforms, (target.rounding, target.rounding_params))
+    return f"W {target.weights}  X {acts}  " + ", ".join(n + "".join(f" {k}={v}" for k, v in p) for n, p in steps)
+
+
+def _short(names: list[str]) -> list[str]:
+    """a.b.q, a.b.k -> a.b.q, k."""
+    out = [names[0]]
+    for previous, name in pairwise(names):
+        parent = previous.rpartition(".")[0] + "."
+        out.append(name.removeprefix(parent) if parent != "." else name)
+    return out
+
+
+def size_text(n: float) -> str:
+    """Bytes with three digits, in B, KB, MB or GB of powers of 1000."""
+    for unit in ("B", "KB", "MB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} GB"
