@@ -140,6 +140,8 @@ def test_F31_nothing_to_quantize_is_an_error(tiny, preset):
     with pytest.raises(dq.DQError, match="skipped by the caller"):
         dq.quantize(tiny.flux(), tiny.recipe(preset), skip=["*"])
     with pytest.raises(dq.DQError, match=r"it holds no nn\.Linear$"):
+        dq.quantize(nn.Sequential(nn.LayerNorm(3)), preset)
+    with pytest.raises(dq.DQError, match=r"too small to quantize|1 convolutions stay in 16 bits"):
         dq.quantize(nn.Sequential(nn.Conv2d(3, 3, 1)), preset)
 
 
