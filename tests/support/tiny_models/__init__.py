@@ -4,7 +4,9 @@ A case is named as its class, or `<class>@<variant>`. Weights are random and of 
 Found on sys.path in tests (`pythonpath` in pyproject.toml): `from tiny_models import CASES`.
 """
 
-from tiny_models import image, unet, video
+from tiny_models import audio, image, image_more, unet, video, video_more
 from tiny_models.case import Case
 
-CASES: dict[str, Case] = {case.name: case for module in (image, video, unet) for case in module.CASES}
+CASES: dict[str, Case] = {
+    case.name: case for module in (image, image_more, video, video_more, audio, unet) for case in module.CASES
+}
