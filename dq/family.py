@@ -21,6 +21,7 @@ HIGH_PRECISION: tuple[tuple[str, str], ...] = (
     (r"^norm_out", "final modulation"),
     (r"final_layer", "final layer"),
     (r"token_refiner", "text refiner"),
+    (r"(^|\.)(router|shared_expert_gate|(mlp|moe|block_sparse_moe|feed_forward)\.gate)(\.|$)", "router of experts"),
     (r"time_emb_proj|time_proj", "timestep projection"),
     (r"adaln_single", "modulation shared by all blocks"),
     (r"caption_projection", "text projection"),

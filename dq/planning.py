@@ -214,12 +214,19 @@ def _convolutions(model: nn.Module, recipe: Recipe) -> list[str]:
 
 
 def _stacked(model: nn.Module) -> list[str]:
-    """A remark about experts that a library keeps in one tensor [experts, N, K]: no linears, so they stay."""
-    found = {n: p.numel() * 2 for n, p in model.named_parameters() if p.dim() == 3 and "expert" in n}
-    if not found:
-        return []
-    what = f"{len(found)} stacked expert weights (e.g. {next(iter(found))}) are no linears"
-    return [f"{what}: {size_text(sum(found.values()))} stay in 16 bits"]
+    """A remark about experts in one tensor [experts, N, K] that nothing could turn into linears: they stay."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if "expert" in f"{name} {kind}".lower():
+            own = [(f"{name}.{n}", 2 * p.numel()) for n, p in module.named_parameters(recurse=False) if p.dim() == 3]
+            found.setdefault(kind, []).extend(own)
+    return [
+        f"{len(held)} stacked expert weights (e.g. {held[0][0]}) are no linears, and {kind} is no layer that dq opens: "
+        f"{size_text(sum(size for _, size in held))} stay in 16 bits"
+        for kind, held in found.items()
+        if held
+    ]
 
 
 def _choices(rows: Sequence[PlanRow], recipe: Recipe) -> list[str]:

@@ -21,6 +21,7 @@ from dq.linear import quantized_linears
 from dq.loop import QuantizeReport, dequantize_model, quantize_model
 from dq.ops import MODES
 from dq.pipelines.calibration import DENOISERS, Prompts
+from dq.pipelines.experts import close_experts, open_experts, opened, settle
 from dq.pipelines.rewriting import apply_rewrites, check_rewrites
 from dq.pipelines.text import Text
 from dq.planning import Plan, make_plan
@@ -81,7 +82,9 @@ def plan(obj: Any, recipe: Any, *, components: Any = None, skip: Sequence[str] =
     Raises:
         DQError: as `quantize`.
     """
-    plans = _plans(_models(obj, components), recipe, skip)
+    models = _models(obj, components)
+    with opened(models.values()):
+        plans = _plans(models, recipe, skip)
     return next(iter(plans.values())) if len(plans) == 1 else plans
 
 
@@ -118,38 +121,50 @@ def quantize(
             weight or a calibration input; calibration that is missing or empty.
     """
     start, models = time.perf_counter(), _models(obj, components)
-    plans = _plans(models, recipe, skip)
     if activations is not None and activations not in MODES:
         raise DQError(f"unknown activations mode {activations!r}{suggest(str(activations), MODES)}")
     typed(resume, (str, Path, type(None)), "resume is the path of a folder")
-    for name, model in models.items():  # before calibration, which would only report the NaN that a bad weight causes
+    prefix = "quantized" if typed(sequential, bool, "sequential is True or False") else "fp"
+    originals = {name: open_experts(model) for name, model in models.items()}
+    try:
+        plans = _checked_plans(models, recipe, skip, calibration)
+        bar = progress if callable(progress) else (tqdm if progress else _silent)
+        records = _calibrate(obj, models, calibration, bar)
+        reports = {}
+        for name, model in models.items():
+            found, described = records.get(name, ([], {}))
+            if plans[name].recipe.rewrites:
+                plans[name] = _rewritten(model, plans[name], found, skip)
+            folder = f"{resume}/{name}" if resume and name else resume
+            described = described | ({"sequential": True} if sequential and found else {})
+            with _says_if_rewritten(plans[name]):
+                reports[name] = quantize_model(
+                    model, plans[name], found, device=device, resume=folder, prefix=prefix, calibration=described,
+                    progress=bar,
+                )  # fmt: skip
+            for layer in quantized_linears(model).values():
+                layer.activations_mode = activations or "auto"
+            attach(model)
+    finally:
+        for name, model in models.items():
+            settle(model, originals[name])
+    return replace(_merge(reports), seconds=time.perf_counter() - start)
+
+
+def _checked_plans(models: dict[str, nn.Module], recipe: Any, skip: Sequence[str], calibration: Any) -> dict[str, Plan]:
+    """Plans; what would fail half way is refused, what is odd is said, before calibration, which would only report the
+    NaN that a bad weight causes."""
+    plans = _plans(models, recipe, skip)
+    for name, model in models.items():
         check_weights(model, plans[name])
         check_rewrites(model, plans[name])
     for remark in {r for p in plans.values() for r in p.remarks if r.startswith("recipe rule")}:
-        warnings.warn(remark, stacklevel=2)
-    bar = progress if callable(progress) else (tqdm if progress else _silent)
+        warnings.warn(remark, stacklevel=3)
     needed = any(p.recipe.needs_calibration for p in plans.values())
     if isinstance(calibration, Prompts | Text) and not needed:
         what = f"recipe {next(iter(plans.values())).recipe.name!r} needs no calibration: it only verifies groups"
-        warnings.warn(what + " and measures layers; leave it out to save the time", stacklevel=2)
-    records = _calibrate(obj, models, calibration, bar)
-    reports = {}
-    for name, model in models.items():
-        found, described = records.get(name, ([], {}))
-        if plans[name].recipe.rewrites:
-            plans[name] = _rewritten(model, plans[name], found, skip)
-        folder = f"{resume}/{name}" if resume and name else resume
-        prefix = "quantized" if typed(sequential, bool, "sequential is True or False") else "fp"
-        described = described | ({"sequential": True} if sequential and found else {})
-        with _says_if_rewritten(plans[name]):
-            reports[name] = quantize_model(
-                model, plans[name], found, device=device, resume=folder, prefix=prefix, calibration=described,
-                progress=bar,
-            )  # fmt: skip
-        for layer in quantized_linears(model).values():
-            layer.activations_mode = activations or "auto"
-        attach(model)
-    return replace(_merge(reports), seconds=time.perf_counter() - start)
+        warnings.warn(what + " and measures layers; leave it out to save the time", stacklevel=3)
+    return plans
 
 
 def _rewritten(model: nn.Module, planned: Plan, records: Sequence[Record], skip: Sequence[str]) -> Plan:
@@ -283,6 +298,7 @@ def dequantize(obj: Any, *, components: Any = None) -> Any:
         raise DQError(f"nothing in {type(obj).__name__} is quantized")
     for model in found.values():
         dequantize_model(model)
+        close_experts(model)
         plugin = _plugin(model)
         if plugin is not None:
             plugin.detach(model)

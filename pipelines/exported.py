@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dq.linear import QuantizedLinear
+from dq.pipelines.expert_names import file_names, of_experts, to_files, unlisted
 from dq.profiles import convention
 from dq.qtensor import QTensor
 from dq.registry import Registry
@@ -43,6 +44,11 @@ class Job:
     def activations(self, name: str) -> QuantSpec | None:
         """The activation grid that the export declares."""
         return None if self.weight_only else self.layers[name].config.activations
+
+    @property
+    def ignored(self) -> list[str]:
+        """Linears that stay in 16 bits, by their names in files."""
+        return list(file_names(self.model, self.plain_linears).values())
 
     @property
     def plain_linears(self) -> list[str]:
@@ -87,9 +93,11 @@ class Stored:
     input_scale: Tensor | None = None
 
 
-def not_plain(layer: QuantizedLinear) -> str:
+def not_plain(layer: QuantizedLinear, name: str = "") -> str:
     """What of a layer no other engine's file can say: what it does beside one quantized matrix; "" if nothing."""
     c = layer.config
+    if name.endswith("gate_up_proj") and of_experts([name]):
+        return "gate and up of an expert are one matrix, in an order of their own that no engine reads one by one"
     if c.steps:
         names = list(dict.fromkeys(n for n, _ in c.steps))
         foldable = all(TRANSFORMS.get(n).order == 1 for n in names)  # diagonal
@@ -173,10 +181,11 @@ def write_folder(job: Job, folder: Path, tensors: dict[str, dict[str, Tensor]], 
         state |= {f"{name}.{key}": t.detach() for key, t in own.items()}
     for target in getattr(job.model, "all_tied_weights_keys", None) or {}:
         state.pop(target, None)
-    state = {name: _own(t) for name, t in revert_weight_conversion(job.model, state).items()}
-    modules = dict(job.model.named_modules(remove_duplicate=False))
-    loose = (n.removesuffix(".weight") for n, t in state.items() if n.endswith(".weight") and t.dim() == 2)
-    quantization["ignore"] += [n for n in loose if n not in modules]
+    state = revert_weight_conversion(job.model, to_files(job.model, state))
+    state = {name: _own(t) for name, t in state.items()}
+    names = [n for n, _ in job.model.named_modules(remove_duplicate=False)]
+    quantized = file_names(job.model, job.layers).values()
+    quantization["ignore"] += unlisted(state, {*names, *quantized, *quantization["ignore"]})
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(state, folder, max_shard_size=job.shard_size, metadata={"format": "pt"})
     config = copy.deepcopy(job.model.config)

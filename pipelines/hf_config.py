@@ -17,6 +17,7 @@ from torch import nn
 from dq.checkpoint import layers_config, prepare_model
 from dq.family import matches
 from dq.linear import quantized_linears
+from dq.pipelines.experts import open_named
 from dq.registry import DQError, suggest
 
 
@@ -90,6 +91,7 @@ def prepare(
             "quantizing while loading is not available yet: load the 16-bit model, then "
             f"dq.quantize(model, {config.name or 'fp8'!r})"
         )
+    open_named(model, config.fields.get("layers") or ())
     prepare_model(model, config.fields, dtype)
     allow_casts(model)
     for name, layer in quantized_linears(model).items():

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dq.checkpoint import finish_model
 from dq.linear import quantized_linears
 from dq.loop import dequantize_model
+from dq.pipelines.experts import stacked_layers
 from dq.pipelines.hf_config import (
     DQConfigBase,
     DQMethod,
@@ -24,6 +27,8 @@ from dq.pipelines.hf_config import (
     read_headers,
 )
 from dq.registry import DQError
+
+_OF_AN_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class DQTransformersConfig(DQConfigBase, QuantizationConfigMixin):
@@ -43,10 +48,16 @@ class DQTransformersQuantizer(HfQuantizer):
         prepare(model, self.quantization_config, self.pre_quantized, dtype, in_fp32)
         headers = read_headers(checkpoint_files)
         if headers:
-            check_tensors(model, _renamed(headers, model))
+            check_tensors(model, _renamed(headers, model, self))
         # transformers initialises weights that it did not load, module by module and from parents; ours hold no data.
         for layer in quantized_linears(model).values():
             layer._is_hf_initialized, layer.weight_marks = True, {"_is_hf_initialized": True}
+
+    def update_weight_conversions(self, weight_conversions, *model):
+        """Without what merges the experts of a layer into one tensor, where the checkpoint holds them as linears."""
+        if any(_OF_AN_EXPERT.search(name) for name in self.quantization_config.fields.get("layers") or ()):
+            weight_conversions = [c for c in weight_conversions if not _merges_experts(c)]
+        return super().update_weight_conversions(weight_conversions, *model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         for layer in quantized_linears(model).values():
@@ -69,11 +80,15 @@ class DQTransformersQuantizer(HfQuantizer):
         return True
 
 
-def _renamed(headers: dict[str, Header], model: nn.Module) -> dict[str, Header]:
+def _merges_experts(conversion: Any) -> bool:
+    return isinstance(conversion, WeightConverter) and any("experts" in name for name in conversion.target_patterns)
+
+
+def _renamed(headers: dict[str, Header], model: nn.Module, quantizer: HfQuantizer) -> dict[str, Header]:
     """The headers under the model's own names: renamed, and the base-model prefix added or dropped, as the loader
     does it."""
     state, out = set(model.state_dict()), {}
-    prefix, renamings = f"{model.base_model_prefix}.", get_model_conversion_mapping(model)
+    prefix, renamings = f"{model.base_model_prefix}.", get_model_conversion_mapping(model, hf_quantizer=quantizer)
     for name, header in headers.items():
         for renaming in renamings:
             name = renaming.rename_source_key(name)[0]
@@ -115,6 +130,8 @@ def detach(model: nn.Module) -> None:
     """Undoes `attach`."""
     if not quantized_linears(model) and getattr(model, "hf_quantizer", None) is not None:
         model.hf_quantizer.remove_quantization_config(model)
+        if stacked_layers(model) and hasattr(model, "_weight_conversions"):
+            del model._weight_conversions  # it may lack what splits stacked experts on saving: the class's own counts
 
 
 def register(auto: Any) -> None:

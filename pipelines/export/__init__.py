@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from dq import checks
 from dq.checkpoint import FORMAT_VERSION
 from dq.linear import LinearConfig, QuantizedLinear, quantized_linears
+from dq.pipelines.expert_names import from_files, of_experts
 from dq.pipelines.exported import EXPORTERS, Exporter, Job, Stored
 from dq.pipelines.loading import folder_of, read_config
 from dq.qtensor import check_finite
@@ -154,6 +156,10 @@ def _built(path: Path, stored: dict[str, Stored], tensors: dict[str, Tensor], dt
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path)
+    cls = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+    if cls is None:
+        raise DQError(f"{path}/config.json names no model class of transformers")
+    stored, tensors = _own_names(cls, config, stored, tensors)
     kinds: list[dict[str, Any]] = []
     layers = {}
     for name, one in stored.items():
@@ -167,7 +173,16 @@ def _built(path: Path, stored: dict[str, Stored], tensors: dict[str, Tensor], dt
         "quant_method": "dq", "format_version": FORMAT_VERSION, "kinds": kinds, "layers": layers,
         "recipe": {"name": "imported"}, "source": str(path),
     }  # fmt: skip
-    cls = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-    if cls is None:
-        raise DQError(f"{path}/config.json names no model class of transformers")
     return cls.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype or config.dtype)
+
+
+def _own_names(cls: type, config: Any, stored: dict[str, Stored], tensors: dict[str, Tensor]) -> tuple[dict, dict]:
+    """Both by the names that the model has in memory, if its files hold quantized experts."""
+    if not of_experts(stored):
+        return stored, tensors
+    plain = copy.deepcopy(config)
+    plain.__dict__.pop("quantization_config", None)
+    with torch.device("meta"):
+        model = cls(plain)
+    known = from_files(model, [*stored, *tensors])
+    return {known[n]: s for n, s in stored.items()}, {known[n]: t for n, t in tensors.items()}

@@ -7,15 +7,16 @@
     mxfp4-pack-quantized  weight_packed uint8 [N, K / 2], weight_scale uint8 (E8M0); mxfp8-quantized: weight E4M3
 
 Scales are written as dq holds them (float32, or float16 for groups); a reader that works in bfloat16 rounds them,
-unless they were chosen in it (`int4/group128/bf16`). Experts that are one tensor in memory stay in 16 bits and are
-listed under `ignore`; transformers 5.24 takes all experts of a compressed-tensors model for quantized and cannot read
-them beside other grids than FP8, vLLM and `load_exported` can.
+unless they were chosen in it (`int4/group128/bf16`). Experts are written one by one under the names that the files of
+such models have. transformers 5.24 reads them with FP8, INT4 and MXFP4 weights; where it does not, though vLLM and
+`load_exported` do, a warning says why.
 Source: compressed-tensors 0.20, preset schemes and compressors.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from torch import Tensor
 from dq.checks import one_line
 from dq.linear import QuantizedLinear
 from dq.packing import PACKINGS
+from dq.pipelines.expert_names import file_names, of_experts
+from dq.pipelines.experts import stacked_layers
 from dq.pipelines.exported import (
     EXPORTERS,
     Exporter,
@@ -139,7 +142,7 @@ def scheme_of(weights: QuantSpec, activations: QuantSpec | None) -> Scheme:
 def _refuse(job: Job, name: str) -> str:
     layer = job.layers[name]
     spec, acts = layer.config.weights, job.activations(name)
-    why = not_plain(layer)
+    why = not_plain(layer, name)
     if why:
         return why
     try:
@@ -188,17 +191,46 @@ def _write(job: Job, folder: Path) -> None:
         groups.setdefault(scheme, []).append(name)
     tensors = {n: tensors_of(layer, schemes[n], job.amax.get(n)) for n, layer in job.layers.items()}
     one = len(groups) == 1
+    _warn_about_experts(job, schemes)
     config = {
         "quant_method": METHOD,
         "format": next(iter(groups)).layout if one else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {
-            f"group_{i}": s.group(["Linear"] if one else names) for i, (s, names) in enumerate(groups.items())
+            f"group_{i}": s.group(["Linear"] if one else _targets(job, names))
+            for i, (s, names) in enumerate(groups.items())
         },
-        "ignore": job.plain_linears,
+        "ignore": job.ignored,
         "kv_cache_scheme": None,
     }
     write_folder(job, folder, tensors, config)
+
+
+def _targets(job: Job, names: list[str]) -> list[str]:
+    """The names in files; all experts of the model as one pattern where they are in one group, by which transformers
+    finds their scheme."""
+    experts = of_experts(names)
+    if experts and len(experts) == len(of_experts(job.layers)):
+        names = [n for n in names if n not in set(experts)]
+    else:
+        experts = []
+    return [*(["re:.*\\.experts\\.\\d+\\..*"] if experts else []), *file_names(job.model, names).values()]
+
+
+def _warn_about_experts(job: Job, schemes: dict[str, Scheme]) -> None:
+    """What transformers does not read of mixtures, though other engines do."""
+    experts = of_experts(job.layers)
+    layouts = {schemes[n].layout for n in experts}
+    others = {schemes[n].layout for n in job.layers} - {"float-quantized", "naive-quantized"}
+    why = ""
+    if len(experts) < len(of_experts([*job.layers, *job.plain_linears])) or (stacked_layers(job.model) and others):
+        why = "takes all experts for quantized once a grid other than FP8 is in the file: it cannot read 16-bit ones"
+    elif layouts & {"int-quantized"}:
+        why = "reads no INT8 experts"
+    elif layouts & {"nvfp4-pack-quantized"}:
+        why = "decodes NVFP4 experts without their second-level scale: the values are wrong"
+    if why:
+        warnings.warn(f"transformers (seen with 5.24) {why}; vLLM and dq.load_exported read the file", stacklevel=5)
 
 
 def _matches(target: str, name: str) -> bool:

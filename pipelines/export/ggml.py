@@ -47,8 +47,8 @@ def _refuse(job: Job, name: str) -> str:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
         return f"rotary embeddings of type {rope['rope_type']} are not written"
-    if not_plain(layer):
-        return not_plain(layer)
+    if not_plain(layer, name):
+        return not_plain(layer, name)
     if not _kind(layer.config.weights):
         return f"weights {layer.config.weights} are no GGUF block; int8/group32 is Q8_0 and int4/group32 is Q4_0"
     if job.activations(name) is not None:

@@ -39,8 +39,8 @@ _TOP = 2688.0
 def _refuse(job: Job, name: str) -> str:
     layer = job.layers[name]
     spec, acts = layer.config.weights, job.activations(name)
-    if not_plain(layer):
-        return not_plain(layer)
+    if not_plain(layer, name):
+        return not_plain(layer, name)
     if _blocks(spec) != "nvfp4" or (acts is not None and _blocks(acts) != "nvfp4"):
         return f"weights {spec} with activations {acts or 'in 16 bits'}: only NVFP4 is written there"
     if layer.in_features % 16:
@@ -63,7 +63,7 @@ def _write(job: Job, folder: Path) -> None:
     weight_only = job.activations(next(iter(job.layers))) is None
     algorithm = "W4A16_NVFP4" if weight_only else "NVFP4"
     grid = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
-    ignored, producer = job.plain_linears, {"name": "modelopt", "version": f"layout written by dq {VERSION}"}
+    ignored, producer = job.ignored, {"name": "modelopt", "version": f"layout written by dq {VERSION}"}
     config = {
         "quant_method": "modelopt", "quant_algo": algorithm, "producer": producer, "ignore": ignored,
         "config_groups": {"group_0": {"weights": grid, "input_activations": None if weight_only else dict(grid),

@@ -1,19 +1,28 @@
-"""Decoders of transformers: Llama, Mistral, Qwen2 and Qwen3, Gemma 1 to 3, and Phi-3 with its fused projections.
+"""Decoders of transformers: Llama, Mistral, Qwen2 and Qwen3, Gemma 1 to 3, Phi-3 with its fused projections, and the
+mixtures Mixtral, Qwen2-MoE, Qwen3-MoE and gpt-oss.
 
 q, k, v read one normalised input, as do gate and up; o and down stand alone. The head and the embeddings stay in 16
 bits (a tied head is the embedding); q_norm and k_norm of Qwen3 and Gemma 3 are no linears. The factor of down folds
 into up, the linear half of the gated unit, that of q, k, v and of gate, up into the norm before them; not into Gemma's,
 which scale by 1 + weight. That of o stays: with grouped queries several heads read each row of v.
 Phi-3's qkv_proj and gate_up_proj are single linears: rows of one are what the others hold in three or two.
+Of a mixture, gate and up of every expert read the tokens sent to it; its norm is read by the router too and takes no
+factor.
 """
 
 from dq.family import FAMILIES, Family, Fold
 
 
 def _family(
-    name: str, classes: tuple[str, ...], *, fused: bool = False, norms: tuple[str, str] | None = None
+    name: str,
+    classes: tuple[str, ...],
+    *,
+    fused: bool = False,
+    norms: tuple[str, ...] = (),
+    experts: tuple[str, ...] = (),
 ) -> Family:
-    """One decoder family; `norms` names the norms before attention and MLP whose weight is a plain factor."""
+    """One decoder family; `norms` names the norms before attention and MLP whose weight is a plain factor, `experts`
+    what holds gate, up and down in a block of a mixture."""
     inputs, folds, blocks = [], [], []
     for path in ("model.layers.*", "layers.*", "model.language_model.layers.*", "language_model.layers.*"):
         qkv = tuple(f"{path}.self_attn.{n}" for n in (("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj")))
@@ -22,8 +31,11 @@ def _family(
         blocks.append(path)
         inputs += [] if fused else [qkv, up]
         folds.append(Fold("rows", down, up, 2, (1,)) if fused else Fold("rows", down, up[1:]))
-        for consumers, norm in zip((qkv, up), norms or (), strict=False):
+        for consumers, norm in zip((qkv, up), norms, strict=False):
             folds.append(Fold("norm", consumers, (f"{path}.{norm}",)))
+        for part in (f"{path}.mlp.{e}" for e in experts):
+            inputs.append((f"{part}.gate_proj", f"{part}.up_proj"))
+            folds.append(Fold("rows", (f"{part}.down_proj",), (f"{part}.up_proj",)))
     return Family(
         name=name,
         classes=classes,
@@ -48,3 +60,7 @@ FAMILIES.register(_family("qwen2", _classes("Qwen2"), norms=_LLAMA))
 FAMILIES.register(_family("qwen3", _classes("Qwen3"), norms=_LLAMA))
 FAMILIES.register(_family("gemma", (*_classes("Gemma", "Gemma2", "Gemma3"), "Gemma3TextModel")))
 FAMILIES.register(_family("phi-3", _classes("Phi3"), fused=True, norms=_LLAMA))
+_EXPERTS = ("experts.*", "shared_expert")
+FAMILIES.register(_family("qwen-moe", _classes("Qwen2Moe", "Qwen3Moe"), norms=_LLAMA[:1], experts=_EXPERTS))
+FAMILIES.register(_family("mixtral", _classes("Mixtral"), norms=_LLAMA[:1], experts=_EXPERTS[:1]))
+FAMILIES.register(_family("gpt-oss", _classes("GptOss"), norms=_LLAMA[:1]))

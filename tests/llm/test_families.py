@@ -122,15 +122,6 @@ def test_other_layers_without_tokens_are_still_refused(tiny):
         dq.quantize(net, tiny.recipe("w4a16-gptq"), calibration=[dict(x=torch.randn(64, 64))], progress=False)
 
 
-def test_stacked_experts_are_not_passed_over_in_silence(llm, tiny):
-    """transformers keeps the experts of a layer in one tensor, which no recipe quantizes."""
-    model = llm.decoder("Qwen3Moe", moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
-    text = dq.Text(llm.text, llm.tokenizer(), samples=4, length=32)
-    report = dq.quantize(model, tiny.recipe("w4a16-gptq"), calibration=text, progress=False)
-    assert len(report.layers) == 8
-    assert "4 stacked expert weights (e.g. model.layers.0.mlp.experts.gate_up_proj) are no linears" in str(report.plan)
-
-
 def test_sequential_calibration(llm, tiny):
     """Blocks see what quantized blocks give: other weights after the first block, and the artifact says so."""
     text = dq.Text(llm.text, llm.tokenizer(), samples=4, length=32)
