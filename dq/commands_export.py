@@ -1,4 +1,4 @@
-"""`dq export`: a quantized language model as another engine reads it."""
+"""`dq export`: a quantized pipeline or model as another engine reads it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from dq.registry import DQError
 
 def add(sub: Any) -> None:
     """The subcommand and its options."""
-    p = sub.add_parser("export", help="write a quantized language model for another engine")
-    p.add_argument("source", help="folder of a model that dq quantized")
+    p = sub.add_parser("export", help="write a quantized pipeline or model for another engine")
+    p.add_argument("source", help="folder of a pipeline or model that dq quantized")
     p.add_argument("out", help="folder to write")
     p.add_argument("--format", default="compressed-tensors", help="see dq list exports (default compressed-tensors)")
     p.add_argument("--weight-only", action="store_true", help="declare 16-bit activations, whatever the recipe said")
-    p.add_argument("--text", metavar="FILE", help="UTF-8 text; its activations give the scales that NVFP4 stores")
+    p.add_argument("--text", metavar="FILE", help="UTF-8 text; its activations give the scales that a format stores")
+    p.add_argument("--prompts", metavar="FILE", help="the same for a pipeline: one prompt per line")
+    p.add_argument("--steps", type=int, help="denoising steps of a prompt")
+    p.add_argument("--components", nargs="+", help="of a pipeline; default: all that are quantized")
     p.add_argument("--length", type=int, help="tokens of a window of the text (default 2048)")
     p.add_argument("--samples", type=int, help="windows of the text (default 128)")
     p.add_argument("--seed", type=int, default=0)
@@ -29,7 +32,7 @@ def export(args: argparse.Namespace) -> None:
     from dq import checks
     from dq.pipelines.export import export as run
     from dq.pipelines.exported import EXPORTERS
-    from dq.pipelines.loading import copy_companions, folder_of, load, parse_dtype, quiet_libraries
+    from dq.pipelines.loading import copy_companions, folder_of, is_pipeline, load, parse_dtype, quiet_libraries
 
     exporter, out = EXPORTERS.get(args.format), checks.output_folder(args.out)
     why = exporter.available()
@@ -38,12 +41,25 @@ def export(args: argparse.Namespace) -> None:
     source, dtype = folder_of(args.source), parse_dtype(args.dtype)
     if source is not None and out.resolve() == source.resolve():
         raise DQError(f"{args.out} is the source: give another folder")
+    if args.text is not None and args.prompts is not None:
+        raise DQError("--text calibrates a language model, --prompts a pipeline: give one of them")
     quiet_libraries()
-    calibration = None if args.text is None else _text(args)
+    calibration = _prompts(args) if args.prompts is not None else None if args.text is None else _text(args)
     model = load(args.source, dtype, args.device)
-    run(model, out, args.format, weight_only=args.weight_only, calibration=calibration)
-    copied = copy_companions(args.source, args.out)
+    options = {"weight_only": args.weight_only, "calibration": calibration, "components": args.components}
+    run(model, out, args.format, **options)
+    copied = [] if is_pipeline(model) else copy_companions(args.source, args.out)
     print(f"{exporter.name}: {args.out}{' with ' * bool(copied)}{', '.join(copied)}")
+
+
+def _prompts(args: argparse.Namespace) -> Any:
+    from dq.pipelines.calibration import Prompts
+    from dq.pipelines.demo import demo_kwargs
+    from dq.pipelines.loading import is_demo
+
+    kwargs = demo_kwargs() if is_demo(args.source) else {}
+    steps = kwargs.pop("num_inference_steps", None) if args.steps is None else args.steps
+    return Prompts.from_file(args.prompts, seed=args.seed, **({} if steps is None else {"steps": steps}), **kwargs)
 
 
 def _text(args: argparse.Namespace) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dq.granularity import from_blocks, pieces, to_blocks
 from dq.profiles import convention
 from dq.registry import DQError, Registry
-from dq.scales import RANGE, Blocks, asymmetric, divide, find_rule, rounded, step_of
+from dq.scales import RANGE, Blocks, asymmetric, divide, find_rule, rounded, step_of, storable
 from dq.scales import amax as block_amax
 from dq.spec import DOUBLE_BLOCK, QuantSpec
 
@@ -139,7 +139,8 @@ def choose_scale(
     Args:
         x: computed with in float32, unless the spec's profile computes in the dtype of the tensor.
         amax: the largest |x| that the second level must cover: a float32 scalar for `global_scale="tensor"`, e.g. the
-            maximum over q, k and v so that they share it; [rows] per token. Default: this tensor's own.
+            maximum over q, k and v so that they share it; [rows] per token. Without a second level, what the one scale
+            of the strategy `tensor` covers under the rule `absmax`. Default: this tensor's own.
         importance: float32 [K], E[x_k^2] of the input, for the weighted rules.
         hessian: float32 [K, K], E[x x^T] of the input, for `local_hessian`.
     """
@@ -155,6 +156,8 @@ def choose_scale(
         blocks = Blocks(to_blocks(part, spec), spec, part.new_ones(1) if unit is None else unit, dtype=dtype)
         blocks = _with_statistics(blocks, part.shape, importance, hessian, c)
         scale, zero = _piece_scale(blocks, rule)
+        if amax is not None and spec.strategy == "tensor" and unit is None and rule.name == "absmax":
+            scale = torch.maximum(scale, storable(divide(amax.to(scale), spec.fmt.divisor), spec))
         grid.append((r, scale))
         zeros.append((r, zero))
         units.append(unit)

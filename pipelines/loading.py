@@ -111,7 +111,7 @@ def _load_local(path: Path, dtype: torch.dtype) -> Any:
         name = next(iter(config.get("architectures") or ()), None)
         if name is None:
             raise DQError("config.json names no class (neither _class_name nor architectures)")
-    return _class(library, name).from_pretrained(path, dtype=dtype)
+    return model_class(library, name).from_pretrained(path, dtype=dtype)
 
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> Any:
@@ -125,8 +125,12 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def _class(library: Any, name: Any) -> Any:
-    """The model class that a config names."""
+def model_class(library: Any, name: Any) -> Any:
+    """The model class that a config names.
+
+    Raises:
+        DQError: it is none of the library.
+    """
     found = getattr(library, name, None) if isinstance(name, str) else None
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         version = getattr(library, "__version__", "")

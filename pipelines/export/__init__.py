@@ -2,77 +2,122 @@
 
 from __future__ import annotations
 
-import copy
+import os
+import shutil
+import tempfile
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from dq import checks
-from dq.checkpoint import FORMAT_VERSION
-from dq.linear import LinearConfig, QuantizedLinear, quantized_linears
-from dq.pipelines.expert_names import from_files, of_experts
-from dq.pipelines.exported import EXPORTERS, Exporter, Job, Stored
-from dq.pipelines.loading import folder_of, read_config
+from dq.linear import quantized_linears
+from dq.pipelines.exported import EXPORTERS, Exporter, Job, library_of
+from dq.pipelines.importing import load_exported
 from dq.qtensor import check_finite
-from dq.records import map_tensors
+from dq.records import Record, map_tensors
 from dq.registry import DQError, suggest
+from dq.transforms import apply_steps
+
+__all__ = ["export", "load_exported"]
 
 
 def export(
-    model: nn.Module,
+    obj: Any,
     folder: str | Path,
     format: str = "compressed-tensors",
     *,
+    components: str | Sequence[str] | None = None,
     weight_only: bool = False,
     calibration: Any = None,
     max_shard_size: str = "5GB",
 ) -> Path:
-    """Writes a quantized transformers model as another engine reads it. Codes and scales go over as they are.
+    """Writes a quantized model as another engine reads it. Codes and scales go over as they are.
+
+    Everything is written beside the folder and moved there at the end: an export that fails leaves nothing behind.
 
     Args:
-        model: quantized by dq.
+        obj: a transformers or diffusers model that dq quantized, or a pipeline: all its quantized components.
         folder: new or without weights.
-        format: `compressed-tensors` (transformers, vLLM, SGLang), `modelopt` (TensorRT-LLM, vLLM), `gguf`.
+        format: a name of `dq list exports`. `compressed-tensors` (transformers, vLLM, SGLang), `modelopt`
+            (TensorRT-LLM, vLLM, SGLang, diffusers) and `gguf` for language models; `modelopt`, `comfyui`, `bfl` and
+            `nunchaku-lite` for diffusers models.
+        components: of a pipeline; default: all that are quantized.
         weight_only: declares 16-bit activations, whatever the recipe said.
-        calibration: what `dq.quantize` takes for a model; for formats that store a scale of the activations (NVFP4
-            with 4-bit activations), which dq computes per token instead.
-        max_shard_size: of one file.
+        calibration: what `dq.quantize` takes; for formats that store a scale of the activations, which dq computes per
+            token instead.
+        max_shard_size: of one file, in formats that have several.
 
     Returns:
-        the folder.
+        the folder. A pipeline with one quantized component fills it as the model alone would, unless the format is one
+        that diffusers reads as a whole pipeline; with several, there is a folder for each.
 
     Raises:
         DQError: an unknown format, nothing quantized, a folder that holds weights; a layer that the format cannot
             describe, with the reason. Nothing has been written then.
     """
     exporter = EXPORTERS.get(format)
-    _check_model(model, exporter)
+    models = _models(obj, components, exporter)
     target = checks.output_folder(folder)
     held = [p.name for pattern in ("*.safetensors", "*.gguf") for p in target.glob(pattern)]
     if held:
         raise DQError(f"{target} holds weights already ({held[0]}): give a new folder")
-    job = Job(model, quantized_linears(model), weight_only, shard_size=max_shard_size)
-    second = (job.activations(name) for name in job.layers)
-    if calibration is not None and any(spec is not None and spec.global_scale for spec in second):
-        job.amax = _input_amax(job, calibration)
-    _check_layers(exporter, job)
-    with checks.one_line(f"cannot export to {target}"):
-        exporter.write(job, target)
+    whole = exporter.pipeline and not isinstance(obj, nn.Module)
+    apart = whole or len(models) > 1
+    jobs = {}
+    for name, model in models.items():
+        title = f"{target.name}-{name}" if len(models) > 1 else target.name
+        jobs[name] = Job(model, quantized_linears(model), weight_only, shard_size=max_shard_size, title=title)
+    if calibration is not None:
+        _measure(obj, jobs, calibration)
+    for job in jobs.values():
+        _check_layers(exporter, job)
+    with checks.one_line(f"cannot export to {target}"), _staged(target) as stage:
+        for name, job in jobs.items():
+            exporter.write(job, stage / name if apart else stage)
+        if whole:
+            _write_rest(obj, jobs, stage)
     return target
 
 
-def _check_model(model: Any, exporter: Exporter) -> None:
+def _models(obj: Any, components: Any, exporter: Exporter) -> dict[str, nn.Module]:
+    """Component -> quantized model; {"": model} for a model."""
     why = exporter.available()
     if why:
         raise DQError(f"export format {exporter.name} cannot run here: {why}")
-    if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "save_pretrained"):
-        raise DQError(f"export takes a transformers model, got {type(model).__name__}")
+    held = getattr(obj, "components", None)
+    if isinstance(held, dict) and not isinstance(obj, nn.Module):
+        found = {n: m for n, m in held.items() if isinstance(m, nn.Module) and quantized_linears(m)}
+        names = [components] if isinstance(components, str) else list(found) if components is None else list(components)
+        for name in names:
+            if name not in found:
+                raise DQError(f"{type(obj).__name__} has no quantized component {name!r}{suggest(str(name), found)}")
+        if not names:
+            raise DQError(f"nothing in {type(obj).__name__} is quantized: dq.quantize it first")
+        models = {n: found[n] for n in names}
+    else:
+        models = {"": obj}
+    for model in models.values():
+        _check_model(model, exporter)
+    return models
+
+
+def _check_model(model: Any, exporter: Exporter) -> None:
+    library = library_of(model)
+    if not library:
+        raise DQError(f"export takes a transformers or diffusers model or a pipeline, got {type(model).__name__}")
+    if library not in exporter.libraries:
+        known = ", ".join(e.name for e in EXPORTERS if library in e.libraries)
+        raise DQError(f"{exporter.name} describes no {library} model; for {type(model).__name__} there are {known}")
     if not quantized_linears(model):
         raise DQError(f"nothing in {type(model).__name__} is quantized: dq.quantize it first")
+    adapter = next((n for n, _ in model.named_modules() if n.endswith((".lora_A", ".lora_down"))), None)
+    if adapter is not None:
+        raise DQError(f"{type(model).__name__} has adapters ({adapter}), which no file here holds: unload or fuse them")
 
 
 def _check_layers(exporter: Exporter, job: Job) -> None:
@@ -89,18 +134,27 @@ def _check_layers(exporter: Exporter, job: Job) -> None:
     raise DQError(f"cannot export to {exporter.name}: {shown}")
 
 
-def _input_amax(job: Job, calibration: Any) -> dict[str, float]:
-    """name -> max |x| of every quantized linear's input over the calibration."""
-    from dq.pipelines.api import _calibrate
+def _measure(obj: Any, jobs: dict[str, Job], calibration: Any) -> None:
+    """Fills in `Job.amax`, for jobs that quantize activations at all."""
+    from dq.pipelines.api import _calibrate, _silent
 
-    records, _ = _calibrate(job.model, {"": job.model}, calibration, None)[""]
+    asked = {n: j for n, j in jobs.items() if any(j.activations(x) is not None for x in j.layers)}
+    if asked:
+        found = _calibrate(obj, {n: j.model for n, j in asked.items()}, calibration, _silent)
+        for name, job in asked.items():
+            job.amax = _input_amax(job, found[name][0])
+
+
+def _input_amax(job: Job, records: Sequence[Record]) -> dict[str, float]:
+    """name -> max |pre(x)| of every quantized linear's input over the records."""
     found: dict[str, float] = {}
 
     def watch(name: str):
         def hook(module: nn.Module, args: tuple) -> None:
             if args[0].numel():
                 check_finite(args[0], f"the input of {name}")
-                found[name] = max(found.get(name, 0.0), float(args[0].abs().amax()))
+                x = apply_steps(args[0].to(torch.float32), module.steps) if module.steps else args[0]
+                found[name] = max(found.get(name, 0.0), float(x.abs().amax()))
 
         return hook
 
@@ -117,72 +171,29 @@ def _input_amax(job: Job, calibration: Any) -> dict[str, float]:
     return found
 
 
-def load_exported(folder: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
-    """Reads a compressed-tensors or modelopt checkpoint back as a model with dq's own linears, codes as they are.
-
-    Args:
-        folder: local; written by `export`, or by another tool in the same layout.
-        dtype: of everything that is not quantized; default: what the folder's config says.
-
-    Raises:
-        DQError: no such folder, a method or a scheme that dq does not read, a tensor that is missing.
-    """
-    path = folder_of(str(folder))
-    if path is None:
-        raise DQError(f"{folder} is no local folder; load_exported downloads nothing")
-    config = read_config(path / "config.json")
-    quantization = config.get("quantization_config") or {}
-    readers = {e.method: e for e in EXPORTERS if e.method and e.read}
-    method = quantization.get("quant_method")
-    if method not in readers:
-        raise DQError(f"{folder} is quantized by {method!r}{suggest(str(method), readers)}")
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        with checks.one_line(f"{file.name} cannot be read"):
-            tensors |= load_file(file)
-    names = sorted({k.rpartition(".")[0] for k in tensors if k.endswith((".weight_scale", ".weight_packed"))})
-    with checks.one_line(f"{folder} cannot be read"):
-        stored = readers[method].read(quantization, tensors, names)
-        # Codes without their scales would be loaded as weights of some hundred.
-        loose = [k for k, t in tensors.items() if t.element_size() == 1 or k.rpartition(".")[2].startswith("weight_")]
-        if loose:
-            raise DQError(f"it lacks the tensors that belong to {loose[0]}")
-    return _built(path, stored, tensors, dtype)
+@contextmanager
+def _staged(target: Path) -> Iterator[Path]:
+    """A new folder beside `target` whose content goes there if the body ends well, and nowhere if it does not."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    outer = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    stage = outer / target.name
+    stage.mkdir()  # not the outer one, which only its owner may read
+    try:
+        yield stage
+        if not target.exists():
+            os.replace(stage, target)
+        else:
+            for path in sorted(stage.iterdir(), key=lambda p: p.name == "config.json"):
+                if path.is_dir() and (target / path.name).is_dir():
+                    shutil.rmtree(target / path.name)
+                os.replace(path, target / path.name)
+    finally:
+        shutil.rmtree(outer, ignore_errors=True)
 
 
-def _built(path: Path, stored: dict[str, Stored], tensors: dict[str, Tensor], dtype: torch.dtype | None) -> nn.Module:
-    """The model of the folder through transformers' own loader, as if dq had saved it."""
-    import transformers
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path)
-    cls = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-    if cls is None:
-        raise DQError(f"{path}/config.json names no model class of transformers")
-    stored, tensors = _own_names(cls, config, stored, tensors)
-    kinds: list[dict[str, Any]] = []
-    layers = {}
-    for name, one in stored.items():
-        kind = LinearConfig(one.weight.spec, one.activations).to_dict()
-        if kind not in kinds:
-            kinds.append(kind)
-        layers[name] = {"kind": kinds.index(kind)}
-        built = QuantizedLinear.build(one.weight, activations=one.activations, input_scale=one.input_scale)
-        tensors |= {f"{name}.{key}": t for key, t in built._buffers.items()}
-    config.quantization_config = {
-        "quant_method": "dq", "format_version": FORMAT_VERSION, "kinds": kinds, "layers": layers,
-        "recipe": {"name": "imported"}, "source": str(path),
-    }  # fmt: skip
-    return cls.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype or config.dtype)
-
-
-def _own_names(cls: type, config: Any, stored: dict[str, Stored], tensors: dict[str, Tensor]) -> tuple[dict, dict]:
-    """Both by the names that the model has in memory, if its files hold quantized experts."""
-    if not of_experts(stored):
-        return stored, tensors
-    plain = copy.deepcopy(config)
-    plain.__dict__.pop("quantization_config", None)
-    with torch.device("meta"):
-        model = cls(plain)
-    known = from_files(model, [*stored, *tensors])
-    return {known[n]: s for n, s in stored.items()}, {known[n]: t for n, t in tensors.items()}
+def _write_rest(pipe: Any, jobs: dict[str, Job], folder: Path) -> None:
+    """The other components of a pipeline and its model_index.json."""
+    for name, component in pipe.components.items():
+        if name not in jobs and hasattr(component, "save_pretrained"):
+            component.save_pretrained(folder / name)
+    pipe.save_config(folder)

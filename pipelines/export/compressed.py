@@ -31,7 +31,9 @@ from dq.pipelines.expert_names import file_names, of_experts
 from dq.pipelines.experts import stacked_layers
 from dq.pipelines.exported import (
     EXPORTERS,
+    NVFP4_TOP,
     Exporter,
+    Files,
     Job,
     Stored,
     multiplier,
@@ -46,7 +48,6 @@ from dq.spec import QuantSpec
 
 METHOD = "compressed-tensors"
 _INT = re.compile(r"int([2348])(_wide|_full)?")
-_NVFP4_TOP = 2688.0  # 6 * 448, the largest value of E2M1 times that of E4M3
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ def tensors_of(layer: QuantizedLinear, scheme: Scheme, amax: float | None = None
     if scheme.layout.startswith("nvfp4"):
         out["weight_global_scale"] = (1.0 / multiplier(q)).reshape(1)
         if scheme.activations is not None:
-            out["input_global_scale"] = torch.tensor([_NVFP4_TOP / amax])
+            out["input_global_scale"] = torch.tensor([NVFP4_TOP / amax])
     if scheme.activations is not None and layer.config.static:
         out["input_scale"] = layer.input_scale.reshape(1)
     return out
@@ -239,14 +240,14 @@ def _matches(target: str, name: str) -> bool:
     return target in ("Linear", name) or name.endswith(f".{target}")
 
 
-def _read(config: dict[str, Any], tensors: dict[str, Tensor], names: list[str]) -> dict[str, Stored]:
-    out = {}
-    for name in names:
+def _read(files: Files) -> dict[str, Stored]:
+    config, out = files.quantization, {}
+    for name in files.owners("weight_scale", "weight_packed"):
         groups = [g for g in config["config_groups"].values() if any(_matches(t, name) for t in g["targets"])]
         if not groups:
             raise DQError(f"no config group describes {name}")
         group = groups[-1]
-        own = {k: tensors.pop(f"{name}.{k}") for k in _KEYS if f"{name}.{k}" in tensors}
+        own = files.take(name, *_KEYS)
         with one_line(name):
             acts = _activations(group.get("input_activations"))
             static = acts is not None and acts.strategy == "tensor"

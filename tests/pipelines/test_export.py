@@ -169,7 +169,7 @@ def test_what_is_asked_wrongly(made, tiny, tmp_path):
         dq.export(model, tmp_path / "out", "compressed-tensor")
     with pytest.raises(dq.DQError, match=r"nothing in LlamaForCausalLM is quantized"):
         dq.export(tiny.llama(), tmp_path / "out")
-    with pytest.raises(dq.DQError, match="takes a transformers model, got dict"):
+    with pytest.raises(dq.DQError, match="takes a transformers or diffusers model or a pipeline, got dict"):
         dq.export({}, tmp_path / "out")
     dq.export(model, tmp_path / "out")
     with pytest.raises(dq.DQError, match="holds weights already"):

@@ -1,0 +1,1 @@
+"""Original names of architectures, one file each; every module here registers a `Naming`."""
