@@ -178,6 +178,8 @@ def not_plain(layer: QuantizedLinear, name: str = "", *allowed: str) -> str:
         allowed: names of steps, and `lowrank`, that the file can say.
     """
     c = layer.config
+    if isinstance(layer, nn.Conv2d):
+        return "it is a convolution, and quantized ones have no form there"
     if name.endswith("gate_up_proj") and of_experts([name]):
         return "gate and up of an expert are one matrix, in an order of their own that no engine reads one by one"
     steps = [n for n in dict.fromkeys(n for n, _ in c.steps) if n not in allowed]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from dq import checks
+from dq.conv import rows
 from dq.linear import quantized_linears
 from dq.pipelines.exported import EXPORTERS, Exporter, Job, library_of
 from dq.pipelines.importing import load_exported
@@ -153,7 +154,8 @@ def _input_amax(job: Job, records: Sequence[Record]) -> dict[str, float]:
         def hook(module: nn.Module, args: tuple) -> None:
             if args[0].numel():
                 check_finite(args[0], f"the input of {name}")
-                x = apply_steps(args[0].to(torch.float32), module.steps) if module.steps else args[0]
+                x = rows(module, args[0])
+                x = apply_steps(x.to(torch.float32), module.steps) if module.steps else x
                 found[name] = max(found.get(name, 0.0), float(x.abs().amax()))
 
         return hook

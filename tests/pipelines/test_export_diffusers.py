@@ -31,7 +31,7 @@ def kept(plan, *patterns):
 @pytest.fixture
 def made(tiny):
     def make(plan, dtype=torch.bfloat16, calibration=None):
-        model = tiny.flux(dtype)
+        model = tiny.flux(dtype, num_layers=1, num_single_layers=1)
         dq.quantize(model, plan, calibration=calibration, progress=False)
         return model
 
