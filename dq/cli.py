@@ -140,7 +140,6 @@ def _add_bench(sub) -> None:
     m.add_argument("--outliers", action="store_true", help="with injected outlier channels")
     m.add_argument("--prompts", type=int, default=8, help="images per method (default 8)")
     m.add_argument("--records", type=int, default=128, help="denoiser calls for the model error (default 128)")
-    m.add_argument("--markdown", metavar="FILE", help="also write the table as Markdown")
     m.set_defaults(run=commands.bench_methods)
     r = kinds.add_parser(
         "kernels", help="time and error of quantized linears against 16-bit ones, beside other engines"
@@ -157,6 +156,12 @@ def _add_bench(sub) -> None:
     c.add_argument("--prompts", type=int, default=8, help="images per row (default 8)")
     c.add_argument("--records", type=int, default=64, help="denoiser calls for the model error (default 64)")
     c.set_defaults(run=commands.bench_calibration)
+    for one in (m,):
+        one.add_argument(
+            "--against", metavar="ROW", help="also the paired ratio to this row, and by thirds of the steps"
+        )
+        one.add_argument("--markdown", metavar="FILE", help="also write the table as Markdown")
+        one.add_argument("--resume", action="store_true", help="take over the rows that the file of --json holds")
     t = _add_bench_llm(kinds)
     for one in (p, q, m, r, c, t):
         one.add_argument("--device", help="cuda or cpu")

@@ -324,23 +324,41 @@ def bench_quantize(args: argparse.Namespace) -> None:
 
 def bench_methods(args: argparse.Namespace) -> None:
     """`dq bench methods`."""
-    from dq import checks
     from dq.eval.bench import methods
-    from dq.eval.environment import describe
     from dq.showcase import bench_methods as run
 
     if args.list:
         print("\n".join(methods.names()))
         return
-    _check_reports(args)
-    table = run(args.only, outliers=args.outliers, prompts=args.prompts, records=args.records, device=args.device)
     title = (
         f"demo model{' with injected outliers' if args.outliers else ''}, {args.records} calls, {args.prompts} images"
     )
-    print(title, methods.text(table), sep="\n")
+    file = _row_file(args, title, "method")
+    table = run(
+        args.only, outliers=args.outliers, prompts=args.prompts, records=args.records, device=args.device, file=file
+    )
+    _show_rows(args, title, table, methods.COLUMNS)
+
+
+def _row_file(args: argparse.Namespace, title: str, key: str) -> Any:
+    from dq import checks
+    from dq.eval.bench.table import RowFile
+    from dq.eval.environment import describe
+
+    _check_reports(args)
+    head = {"title": title, "environment": describe(checks.device(args.device))}
+    return RowFile(args.json, head, key, args.resume)
+
+
+def _show_rows(args: argparse.Namespace, title: str, rows: list[dict[str, Any]], columns: dict[str, Any]) -> None:
+    """Prints the table, with a column of paired ratios if a yardstick was named."""
+    from dq.eval.bench import table
+
+    if args.against is not None:
+        table.against(rows, next(iter(columns)), args.against)
+    print(title, table.text(rows, columns), sep="\n")
     if args.markdown:
-        methods.write_markdown(table, title, args.markdown)
-    _write_json({"title": title, "methods": table, "environment": describe(checks.device(args.device))}, args.json)
+        Path(args.markdown).write_text(f"{title}\n\n{table.text(rows, columns, markdown=True)}", encoding="utf-8")
 
 
 def bench_calibration(args: argparse.Namespace) -> None:

@@ -45,6 +45,14 @@ def statistic_interval(
     return _percentiles(np.array([statistic(rng.integers(n, size=n)) for _ in range(resamples)]), confidence)
 
 
+def ratio_interval(a: Sequence[float], b: Sequence[float], *, resamples: int = 1000, seed: int = 0) -> Interval | None:
+    """Return the percentile interval of mean(a) / mean(b) over pairs drawn together; None for fewer than 3 pairs."""
+    a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    return statistic_interval(
+        lambda i: float(a[i].mean() / max(b[i].mean(), 1e-30)), len(a), resamples=resamples, seed=seed
+    )
+
+
 def _percentiles(draws: np.ndarray, confidence: float) -> Interval:
     if not 0.0 < confidence < 1.0:
         raise DQError(f"confidence must lie between 0 and 1, got {confidence}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import Any
 
@@ -38,6 +38,7 @@ def evaluate(
     reports: Mapping[str, Any] | None = None,
     device: str | torch.device | None = None,
     progress: bool = True,
+    done: Callable[[CandidateResult], Any] | None = None,
 ) -> EvalResult:
     """Measure how close candidates stay to a reference: same seeds, same initial latents, prompt by prompt.
 
@@ -61,6 +62,7 @@ def evaluate(
         reports: name -> what `dq.quantize` returned (recipe, plan and seconds for the report). Without it, the recipe,
             calibration and source that a quantized model carries are shown.
         device: where the metrics run; CUDA if there is one.
+        done: called with each candidate's result as soon as it is there.
 
     Raises:
         DQError: no prompts, unknown metric, an argument of the wrong type or range, a candidate that is the reference
@@ -84,6 +86,8 @@ def evaluate(
         found, images = _candidate(str(name), candidate, (reports or {}).get(name), base, settings, judges)
         result.candidates.append(found)
         result.images[str(name)] = images
+        if done is not None:
+            done(found)
         _free()
     _move_unavailable(result)
     return result

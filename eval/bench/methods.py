@@ -7,9 +7,6 @@ factors, run-time tensors) per weight.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from dq.recipe import Recipe
@@ -88,43 +85,4 @@ def bits(report: Any) -> float:
     return 8.0 * sum(x.nbytes for x in layers) / max(1, sum(x.shape[0] * x.shape[1] for x in layers))
 
 
-def rows(result: Any, reports: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One JSON-clean row per method: bits, seconds, and every score with its interval."""
-    out = []
-    for c in result.candidates:
-        report = reports[c.name]
-        row = {"method": c.name, "bits": round(bits(report), 3), "seconds": round(report.seconds, 1)}
-        for name, score in c.scores.items():
-            if score.value is not None:
-                row[name] = {"value": score.value, "low": score.low, "high": score.high, "n": score.n}
-        out.append(row)
-    return out
-
-
-def text(table: Iterable[dict[str, Any]], markdown: bool = False) -> str:
-    """The rows as a table; scores as value (95 % interval)."""
-    table = list(table)
-    scores = list(dict.fromkeys(k for row in table for k, v in row.items() if isinstance(v, dict)))
-    lines = [["method", "bits", "seconds", *scores]]
-    for row in table:
-        shown = [_score(row.get(name)) for name in scores]
-        lines.append([row["method"], f"{row['bits']:.2f}", f"{row['seconds']:.0f}", *shown])
-    if markdown:
-        head, *body = ["| " + " | ".join(line) + " |" for line in lines]
-        return "\n".join([head, "|" + "---|" * len(lines[0]), *body]) + "\n"
-    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, wide)).rstrip() for line in lines)
-
-
-def _score(score: dict[str, Any] | None) -> str:
-    if score is None:
-        return "-"
-    value = f"{score['value']:.4g}"
-    if score["low"] is None or not math.isfinite(score["low"]):
-        return value
-    return f"{value} ({score['low']:.3g} to {score['high']:.3g})"
-
-
-def write_markdown(table: list[dict[str, Any]], title: str, path: str) -> None:
-    """Writes the table below its title as a Markdown file."""
-    Path(path).write_text(f"{title}\n\n{text(table, markdown=True)}", encoding="utf-8")
+COLUMNS = {"method": None, "bits": 2, "seconds": 0}  # of the table, with their decimals
