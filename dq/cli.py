@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dq import commands, commands_export
+from dq import commands, commands_bench, commands_export
 from dq.registry import DQError
 from dq.version import VERSION
 
@@ -134,13 +134,6 @@ def _add_bench(sub) -> None:
     q.add_argument("--repeat", type=int, default=5, help="timed calls, the median counts (default 5)")
     q.add_argument("--reference", action="store_true", help="time the torch reference on the same device too")
     q.set_defaults(run=commands.bench_quantize)
-    m = kinds.add_parser("methods", help="every method on the demo model: bits, seconds, model error, images")
-    m.add_argument("--only", nargs="+", metavar="METHOD", help="names as --list prints them")
-    m.add_argument("--list", action="store_true", help="print the names and stop")
-    m.add_argument("--outliers", action="store_true", help="with injected outlier channels")
-    m.add_argument("--prompts", type=int, default=8, help="images per method (default 8)")
-    m.add_argument("--records", type=int, default=128, help="denoiser calls for the model error (default 128)")
-    m.set_defaults(run=commands.bench_methods)
     r = kinds.add_parser(
         "kernels", help="time and error of quantized linears against 16-bit ones, beside other engines"
     )
@@ -151,19 +144,8 @@ def _add_bench(sub) -> None:
     r.add_argument("--divide", type=int, default=1, help="every size by this, for a quick look or a CPU (default 1)")
     r.add_argument("--repeat", type=int, default=20, help="timed replays, the median counts (default 20)")
     r.set_defaults(run=commands.bench_kernels)
-    c = kinds.add_parser("calibration", help="what calibrating on some steps or one guidance branch costs")
-    c.add_argument("--recipe", default="w4a4-nvfp4-svd", help="a recipe that calibrates (default w4a4-nvfp4-svd)")
-    c.add_argument("--prompts", type=int, default=8, help="images per row (default 8)")
-    c.add_argument("--records", type=int, default=64, help="denoiser calls for the model error (default 64)")
-    c.set_defaults(run=commands.bench_calibration)
-    for one in (m,):
-        one.add_argument(
-            "--against", metavar="ROW", help="also the paired ratio to this row, and by thirds of the steps"
-        )
-        one.add_argument("--markdown", metavar="FILE", help="also write the table as Markdown")
-        one.add_argument("--resume", action="store_true", help="take over the rows that the file of --json holds")
     t = _add_bench_llm(kinds)
-    for one in (p, q, m, r, c, t):
+    for one in (p, q, r, t, *commands_bench.add(kinds)):
         one.add_argument("--device", help="cuda or cpu")
         one.add_argument("--json", metavar="FILE", help="also write the numbers and all versions as JSON")
 

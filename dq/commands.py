@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dq.commands_bench import check_reports
 from dq.registry import DQError, suggest
 
 REPORT = (".html", ".json")
@@ -297,7 +298,7 @@ def bench_formats(args: argparse.Namespace) -> None:
     from dq import checks
     from dq.eval.bench import formats
 
-    _check_reports(args)
+    check_reports(args)
     result = formats.measure(args.rows, args.seed, checks.device(args.device))
     print(formats.title(result))
     print(formats.text(result))
@@ -312,7 +313,7 @@ def bench_quantize(args: argparse.Namespace) -> None:
     from dq.eval.bench import speed
     from dq.pipelines.loading import parse_dtype
 
-    _check_reports(args)
+    check_reports(args)
     shape = tuple(checks.whole(n, "--shape") for n in args.shape)
     result = speed.measure(
         shape, tuple(args.specs or speed.SPECS), checks.device(args.device), parse_dtype(args.dtype), args.repeat,
@@ -322,64 +323,12 @@ def bench_quantize(args: argparse.Namespace) -> None:
     _write_json(result, args.json)
 
 
-def bench_methods(args: argparse.Namespace) -> None:
-    """`dq bench methods`."""
-    from dq.eval.bench import methods
-    from dq.showcase import bench_methods as run
-
-    if args.list:
-        print("\n".join(methods.names()))
-        return
-    title = (
-        f"demo model{' with injected outliers' if args.outliers else ''}, {args.records} calls, {args.prompts} images"
-    )
-    file = _row_file(args, title, "method")
-    table = run(
-        args.only, outliers=args.outliers, prompts=args.prompts, records=args.records, device=args.device, file=file
-    )
-    _show_rows(args, title, table, methods.COLUMNS)
-
-
-def _row_file(args: argparse.Namespace, title: str, key: str) -> Any:
-    from dq import checks
-    from dq.eval.bench.table import RowFile
-    from dq.eval.environment import describe
-
-    _check_reports(args)
-    head = {"title": title, "environment": describe(checks.device(args.device))}
-    return RowFile(args.json, head, key, args.resume)
-
-
-def _show_rows(args: argparse.Namespace, title: str, rows: list[dict[str, Any]], columns: dict[str, Any]) -> None:
-    """Prints the table, with a column of paired ratios if a yardstick was named."""
-    from dq.eval.bench import table
-
-    if args.against is not None:
-        table.against(rows, next(iter(columns)), args.against)
-    print(title, table.text(rows, columns), sep="\n")
-    if args.markdown:
-        Path(args.markdown).write_text(f"{title}\n\n{table.text(rows, columns, markdown=True)}", encoding="utf-8")
-
-
-def bench_calibration(args: argparse.Namespace) -> None:
-    """`dq bench calibration`."""
-    from dq.showcase import bench_calibration as run
-
-    _check_reports(args)
-    table = run(args.recipe, prompts=args.prompts, records=args.records, device=args.device)
-    for row in table:
-        scores = "  ".join(f"{n} {s['value']:.4g} ({s['low']:.3g} to {s['high']:.3g})" for n, s in row.items()
-                           if isinstance(s, dict) and s["low"] is not None)  # fmt: skip
-        print(f"{row['calibrated on']:<26} {row['records']:>4} records  {scores}")
-    _write_json({"recipe": args.recipe, "rows": table}, args.json)
-
-
 def bench_llm(args: argparse.Namespace) -> None:
     """`dq bench llm`."""
     from dq.commands_text import bench_llm as run
     from dq.eval.bench import llm
 
-    _check_reports(args)
+    check_reports(args)
     title, table, result = run(args)
     print(title, llm.text(table), sep="\n")
     if args.markdown:
@@ -392,20 +341,11 @@ def bench_kernels(args: argparse.Namespace) -> None:
     from dq import checks
     from dq.eval.bench import kernels
 
-    _check_reports(args)
+    check_reports(args)
     models = tuple(args.models or ("flux", "llama-decode"))
     result = kernels.measure(models, args.engines, checks.device(args.device), args.repeat, args.divide)
     print(kernels.text(result))
     _write_json(result, args.json)
-
-
-def _check_reports(args: argparse.Namespace) -> None:
-    from dq import checks
-
-    if getattr(args, "markdown", None) is not None:
-        checks.output_file(args.markdown, (".md",))
-    if args.json is not None:
-        checks.output_file(args.json, (".json",))
 
 
 def _write_json(result: dict[str, Any], path: str | None) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from dq import checks
 from dq.eval.bench import methods
-from dq.eval.bench.table import RowFile, row
+from dq.eval.bench.table import RowFile, against, row
 from dq.eval.compare import evaluate
 from dq.eval.metrics import METRICS
 from dq.pipelines.api import quantize
@@ -121,84 +121,113 @@ def bench_methods(
         DQError: an unknown method or device, or numbers out of range, before anything runs.
     """
     recipes = {name: methods.recipe(name) for name in (methods.names() if names is None else names)}
-    checks.device(device)
-    checks.whole(prompts, "prompts", 1, PROMPTS - CALIBRATION_PROMPTS)
-    checks.whole(records, "records", 1)
+    _check_sizes(device, prompts, records)
     file = file or RowFile(None, {}, "method")
     todo = [name for name in recipes if file.known(name, recipes[name].to_dict()) is None]
     if todo:
-        source, reports = demo_pipeline(device, outliers), {}
+        source = demo_pipeline(device, outliers)
         calls, _ = demo_calibration().collect(source, ["transformer"])["transformer"]
-
-        def candidate(name: str):
-            def make():
-                pipe = demo_pipeline(device, outliers)
-                report = reports[name] = quantize(pipe, recipes[name], calibration=calls, progress=False)
-                say(f"{name}: quantized in {report.seconds:.1f} s" + f"\n{report.choices}" * bool(report.choices))
-                return pipe, report
-
-            return make
-
-        def done(found: Any) -> None:
-            report = reports[found.name]
-            costs = {"bits": round(methods.bits(report), 3), "seconds": round(report.seconds, 1)}
-            file.add(row(found, method=found.name, **costs, recipe=recipes[found.name].to_dict()))
-
-        kinds = {name: candidate(name) for name in todo}
-        evaluate(kinds, source, demo_prompts(PROMPTS)[:prompts], list(metrics), kwargs=demo_kwargs(), records=records,
-                 progress=False, done=done)  # fmt: skip
+        _measure({name: (recipes[name], calls) for name in todo}, source, file, outliers, device, say,
+                 prompts=demo_prompts(PROMPTS)[:prompts], metrics=list(metrics), kwargs=demo_kwargs(),
+                 records=records)  # fmt: skip
     return [file.rows[name] for name in recipes]
 
 
-# What calibration sees: name -> which records are kept.
-_SEEN: dict[str, Callable[[Any], bool]] = {
-    "all steps, both branches": lambda r: True,
-    "first step only": lambda r: r.step == 0,
-    "last step only": lambda r: r.step == r.steps - 1,
-    "cond branch only": lambda r: r.branch == "cond",
-    "uncond branch only": lambda r: r.branch == "uncond",
-}
-
-
-def bench_calibration(
-    recipe: str = "w4a4-nvfp4-svd", *, prompts: int = 8, records: int = 64, device: str | None = None, say=print
-) -> list[dict[str, Any]]:
-    """What it costs to calibrate on a part of the steps or on one branch of classifier-free guidance.
-
-    The demo runs with true guidance here (`true_cfg_scale` 2, an empty negative prompt): two calls per step. Every row
-    calibrates on equally many records, and is measured on calls of all steps and both branches.
-
-    Raises:
-        DQError: an unknown recipe, one without calibration, or numbers out of range.
-    """
-    chosen = Recipe.load(recipe)
-    if not chosen.needs_calibration:
-        raise DQError(f"recipe {chosen.name!r} does not calibrate: nothing to compare")
+def _check_sizes(device: str | None, prompts: int, records: int) -> None:
     checks.device(device)
-    kwargs = demo_kwargs() | {"true_cfg_scale": 2.0, "negative_prompt": ""}
-    call = {k: v for k, v in kwargs.items() if k != "num_inference_steps"}
-    steps = kwargs["num_inference_steps"]
-    source = demo_pipeline(device)
-    texts = demo_prompts(PROMPTS)[-CALIBRATION_PROMPTS:]
-    every = Prompts(texts, steps=steps, records=2 * steps * len(texts), bins=steps, **call)
-    found, _ = every.collect(source, ["transformer"])["transformer"]
-    count = min(len([r for r in found if keep(r)]) for keep in _SEEN.values())
+    checks.whole(prompts, "prompts", 1, PROMPTS - CALIBRATION_PROMPTS)
+    checks.whole(records, "records", 1)
+
+
+def _measure(
+    jobs: dict[str, tuple[Recipe, list[Any]]], source: Any, file: RowFile, outliers: bool, device: str | None,
+    say: Callable[[str], None], **evaluation: Any,
+) -> None:  # fmt: skip
+    """Quantizes the demo anew by every job's recipe on its calibration records, evaluates it against `source`, and
+    gives the row to the file before the next job begins."""
+    reports: dict[str, Any] = {}
 
     def candidate(name: str):
         def make():
-            kept = [r for r in found if _SEEN[name](r)]
-            # Drawn, not every n-th one: branches and steps alternate.
-            drawn = torch.randperm(len(kept), generator=torch.Generator().manual_seed(0))[:count].sort().values
-            pipe = demo_pipeline(device)
-            report = quantize(pipe, chosen, calibration=[kept[i] for i in drawn.tolist()], progress=False)
-            say(f"{name}: quantized in {report.seconds:.1f} s")
+            pipe = demo_pipeline(device, outliers)
+            report = reports[name] = quantize(pipe, jobs[name][0], calibration=jobs[name][1], progress=False)
+            say(f"{name}: quantized in {report.seconds:.1f} s" + f"\n{report.choices}" * bool(report.choices))
             return pipe, report
 
         return make
 
-    result = evaluate({n: candidate(n) for n in _SEEN}, source, demo_prompts(PROMPTS)[:prompts], ["psnr"],
-                      kwargs=kwargs, records=records, progress=False)  # fmt: skip
-    rows = [{"calibrated on": c.name, "records": count} for c in result.candidates]
-    for row, c in zip(rows, result.candidates, strict=True):
-        row |= {n: {"value": s.value, "low": s.low, "high": s.high, "n": s.n} for n, s in c.scores.items() if s.value}
-    return rows
+    def done(found: Any) -> None:
+        (recipe, calls), report = jobs[found.name], reports[found.name]
+        costs = {"bits": round(methods.bits(report), 3), "seconds": round(report.seconds, 1)}
+        shared = {"calibration records": len(calls), "recipe": recipe.to_dict()}
+        file.add(row(found, **{file.key: found.name}, **costs, **shared))
+
+    evaluate({name: candidate(name) for name in jobs}, source, progress=False, done=done, **evaluation)
+
+
+# What calibration sees: name -> which records are kept.
+SEEN: dict[str, Callable[[Any], bool]] = {
+    "all": lambda r: True,
+    "first step": lambda r: r.step == 0,
+    "last step": lambda r: r.step == r.steps - 1,
+    "cond": lambda r: r.branch == "cond",
+    "uncond": lambda r: r.branch == "uncond",
+}
+
+
+def bench_calibration(
+    recipes: Sequence[str] | None = None,
+    *,
+    outliers: bool = False,
+    prompts: int = 8,
+    records: int = 64,
+    device: str | None = None,
+    file: RowFile | None = None,
+    say: Callable[[str], None] = print,
+) -> list[dict[str, Any]]:
+    """What it costs to calibrate on a part of the steps or on one branch of classifier-free guidance.
+
+    The demo runs with true guidance here (`true_cfg_scale` 2, an empty negative prompt): two calls per step. Every row
+    calibrates on equally many records, and is measured on the same calls of all steps and both branches; "of all" is
+    the paired ratio to the row that calibrates on all.
+
+    Args:
+        recipes: names of `methods.CALIBRATED`, of methods, or presets; None for all of the first.
+
+    Raises:
+        DQError: an unknown recipe, one without calibration, or numbers out of range.
+    """
+    chosen = {name: methods.recipe(name) for name in (recipes or methods.CALIBRATED)}
+    for name, one in chosen.items():
+        if not one.needs_calibration:
+            raise DQError(f"recipe {name!r} does not calibrate: nothing to compare")
+    _check_sizes(device, prompts, records)
+    file = file or RowFile(None, {}, "recipe, calibrated on")
+    rows = {f"{name}, {seen}": (one, keep) for name, one in chosen.items() for seen, keep in SEEN.items()}
+    todo = {name: pair for name, pair in rows.items() if file.known(name, pair[0].to_dict()) is None}
+    if todo:
+        source, kwargs = demo_pipeline(device, outliers), demo_kwargs() | {"true_cfg_scale": 2.0, "negative_prompt": ""}
+        found = _every_call(source, kwargs)
+        count = min(len([r for r in found if keep(r)]) for keep in SEEN.values())
+        jobs = {name: (one, _drawn(found, keep, count)) for name, (one, keep) in todo.items()}
+        _measure(jobs, source, file, outliers, device, say, prompts=demo_prompts(PROMPTS)[:prompts], metrics=["psnr"],
+                 kwargs=kwargs, records=records)  # fmt: skip
+    for name in chosen:
+        against([file.rows[f"{name}, {seen}"] for seen in SEEN], file.key, f"{name}, {next(iter(SEEN))}", "of all")
+    return [file.rows[name] for name in rows]
+
+
+def _every_call(source: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """All calls of the calibration captions: every step, both branches."""
+    steps = kwargs["num_inference_steps"]
+    call = {k: v for k, v in kwargs.items() if k != "num_inference_steps"}
+    texts = demo_prompts(PROMPTS)[-CALIBRATION_PROMPTS:]
+    every = Prompts(texts, steps=steps, records=2 * steps * len(texts), bins=steps, **call)
+    return every.collect(source, ["transformer"])["transformer"][0]
+
+
+def _drawn(found: list[Any], keep: Callable[[Any], bool], count: int) -> list[Any]:
+    """`count` of the records to keep: drawn, not every n-th one, because branches and steps alternate."""
+    kept = [r for r in found if keep(r)]
+    drawn = torch.randperm(len(kept), generator=torch.Generator().manual_seed(0))[:count].sort().values
+    return [kept[i] for i in drawn.tolist()]

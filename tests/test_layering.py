@@ -26,7 +26,7 @@ ROWS = (
     ("auto", "reconstruct"),
     ("loop",),
     ("eval", "pipelines"),
-    ("showcase", "catalogue", "commands_text", "commands_export"),
+    ("showcase", "catalogue", "commands_text", "commands_export", "commands_bench"),
     ("commands",),
     ("cli", "__init__"),
 )

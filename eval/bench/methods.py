@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dq.recipe import Recipe
+from dq.recipe import Recipe, presets
 from dq.registry import DQError, suggest
 
 MODULATION = {"weights": "int4/group64@imatrix", "rounding": "gptq"}
@@ -59,6 +59,19 @@ METHODS: dict[str, dict[str, Any]] = {
     "nvfp4 dual arc + svd + gptq": _with(_FIT, {"name": "arc", "dual": True}, "lowrank", rounding=_GPTQ),
 }
 PRESETS = ("w4a4-auto", "w4a4-auto-best")
+_STATIC = {"weights": "int8/channel", "activations": "int8/tensor"}
+# Recipes whose calibrated statistics enter in different ways, for `dq bench calibration`.
+CALIBRATED: dict[str, dict[str, Any]] = {
+    "int8 static": _STATIC,
+    "int8 static, 4 step groups": _STATIC | {"step_groups": 4},
+    "int8 static smooth": _with(_STATIC, "smooth"),
+    "int8 static smooth, 4 step groups": _with(_STATIC, "smooth", step_groups=4),
+    "fp8 static": {"weights": "fp8_e4m3/channel", "activations": "fp8_e4m3/tensor"},
+    "nvfp4 smooth .5": _with(_NV, "smooth"),
+    "nvfp4 arc": _with(_NV, "arc"),
+    "nvfp4 gptq": _with(_FIT, rounding="gptq"),
+    "w4a4-nvfp4-svd": {},
+}
 
 
 def names() -> list[str]:
@@ -72,9 +85,10 @@ def recipe(name: str) -> Recipe:
     Raises:
         DQError: unknown (near names are suggested).
     """
-    if name in METHODS:
-        return Recipe.from_dict({"name": name, "linear": METHODS[name], "modulation": MODULATION})
-    if name in PRESETS:
+    for known in (METHODS, CALIBRATED):
+        if known.get(name):
+            return Recipe.from_dict({"name": name, "linear": known[name], "modulation": MODULATION})
+    if name in presets():
         return Recipe.load(name)
     raise DQError(f"unknown method {name!r}{suggest(name, names())}; dq bench methods --list shows all")
 

@@ -52,7 +52,7 @@ def _score(score: dict[str, Any] | None) -> str:
     return f"{value} ({score['low']:.3g} to {score['high']:.3g})"
 
 
-def against(table: Sequence[dict[str, Any]], key: str, yardstick: str) -> None:
+def against(table: Sequence[dict[str, Any]], key: str, yardstick: str, column: str = "of yardstick") -> None:
     """Adds to every row its model error over that of the row named `yardstick`: of all calls, and of each third of the
     steps. Numerator and denominator are resampled together, so what makes a call hard for both cancels.
 
@@ -68,7 +68,7 @@ def against(table: Sequence[dict[str, Any]], key: str, yardstick: str) -> None:
         if [c[:2] for c in r["calls"]] != [c[:2] for c in base]:
             raise DQError(f"{r[key]} and {yardstick} were measured on different calls")
         errors = [(step, error, other) for (_, step, error), (_, _, other) in zip(r["calls"], base, strict=True)]
-        r["of yardstick"] = _ratio([e[1:] for e in errors])
+        r[column] = _ratio([e[1:] for e in errors])
         for i, part in enumerate(PARTS):
             r[part] = _ratio([e[1:] for e in errors if min(3 * e[0] // (last + 1), 2) == i])
 
