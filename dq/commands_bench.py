@@ -23,7 +23,6 @@ def add(kinds: Any) -> list[argparse.ArgumentParser]:
         one.add_argument("--outliers", action="store_true", help="with injected outlier channels")
         one.add_argument("--prompts", type=int, default=8, help="images per row (default 8)")
         one.add_argument("--records", type=int, default=128, help="denoiser calls for the model error (default 128)")
-        one.add_argument()
         one.add_argument("--markdown", metavar="FILE", help="also write the table as Markdown")
         one.add_argument("--resume", action="store_true", help="take over the rows that the file of --json holds")
     return [m, c]
