@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dq.conv import matrix
 from dq.family import matches
-from dq.group import quantize_row, transformed
+from dq.group import quantize_row, require_reached, transformed
 from dq.linear import QuantizedLinear
 from dq.ops import reference_qlinear
 from dq.planning import Plan, PlanRow
@@ -147,6 +147,7 @@ def score_row(
     Raises:
         DQError: no candidate can be taken.
     """
+    require_reached(row, stats)
     quick, scores, kept = {}, [], {}
     for c in auto.candidates:
         trial = replace(row, target=c.target)
@@ -169,7 +170,8 @@ def score_row(
         if not kept or auto.rounds > 1:
             kept[name] = {n: layer.to("cpu") for n, layer in layers.items()}
     if not kept:
-        why = "; ".join(f"{s.candidate}: {s.reason}" for s in scores)
+        reasons = dict.fromkeys(s.reason for s in scores)  # said once each
+        why = "; ".join(f"{', '.join(s.candidate for s in scores if s.reason == r)}: {r}" for r in reasons)
         raise DQError(f"{row.members[0]}: no candidate fits: {why}")
     order = [c.name for c in auto.candidates]
     return tuple(sorted(scores, key=lambda s: order.index(s.candidate))), kept

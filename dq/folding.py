@@ -125,6 +125,15 @@ class Folded:
     layers: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        if not self.layers and not self.kept:
+            return "nothing to fold: no linear divides its input"
+        lines = [f"{len(self.layers)} linears no longer divide their input, {len(self.kept)} still do"]
+        for reason in dict.fromkeys(self.kept.values()):
+            names = [name for name, why in self.kept.items() if why == reason]
+            lines.append(f"  {names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}: {reason}")
+        return "\n".join(lines)
+
 
 def fold_model(model: nn.Module, family: Family | None = None) -> Folded:
     """Takes the smoothing step out of every quantized linear where the family says what makes its input and folding is

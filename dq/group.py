@@ -35,7 +35,10 @@ def _group_state(model: nn.Module, row: PlanRow, stats: dict[str, Stat], device)
         check_finite(w, f"{m}.weight")
         weights[m] = w.detach().to(device=device or w.device, dtype=torch.float32)
     kind = model.get_submodule(row.members[0]).weight.dtype
-    rank = sum(TRANSFORMS.get(n).plan(row.shapes[0], row.k_parts, dict(p)).rank for n, p in row.target.transforms)
+    rank = sum(
+        TRANSFORMS.get(n).plan(row.shapes[0], row.k_parts, dict(p), row.members[0]).rank
+        for n, p in row.target.transforms
+    )
     return GroupState(
         weights,
         row.inputs,
@@ -58,12 +61,27 @@ def reachable(row: PlanRow, stats: dict[str, Stat]) -> PlanRow:
     counts = [sum(stats[i[0]].count.values()) for i in row.inputs if i[0] in stats]
     if not counts or min(counts) >= FEW or not row.target.needs_calibration:
         return row
-    if not any("expert" in part for m in row.members for part in m.split(".")):
+    if not _is_expert(row):
         return row
     names = f"{row.members[0]}{f' and {len(row.members) - 1} more' * (len(row.members) > 1)}"
     text = f"{names}: this expert saw {min(counts)} tokens in calibration"
     warnings.warn(f"{text}: rounded to nearest, without calibrated transforms", stacklevel=3)
     return replace(row, target=data_free(row.target), reason="rounded to nearest: too few tokens")
+
+
+def _is_expert(row: PlanRow) -> bool:
+    return any("expert" in part for m in row.members for part in m.split("."))
+
+
+def require_reached(row: PlanRow, stats: dict[str, Stat]) -> None:
+    """Before candidates are compared on it.
+
+    Raises:
+        DQError: calibration never reached an input of the row (an expert's may be idle: see `reachable`).
+    """
+    for stat in (stats[i[0]] for i in row.inputs if i[0] in stats):
+        if not stat.count and not _is_expert(row):
+            stat.amax()  # says so
 
 
 def data_free(target: Target) -> Target:

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from dq.auto import FLOOR, ChoiceTable, cautious, choose, decided, reference_score, score_row, undecided
 from dq.checkpoint import artifact_meta
-from dq.conv import like, plain, rows, size
+from dq.collect import Collector, in_sample, thin
+from dq.conv import like, plain
 from dq.group import check_weights, quantize_row
 from dq.linear import LayerInfo, QuantizedLinear, layer_info, quantized_linears
 from dq.planning import Plan, PlanRow, model_bytes, subset
@@ -24,9 +25,8 @@ from dq.registry import DQError
 from dq.replay import Replay, call, call_order, device_of
 from dq.resume import ResumeFolder
 from dq.stats import Stat
-from dq.steps import stratum, watch
+from dq.steps import watch
 
-BINS = 4
 LOST_DB = 3.0  # a layer whose error is half as strong as its signal
 
 
@@ -59,7 +59,7 @@ class QuantizeReport:
         return (
             f"{self.recipe}: {len(self.layers)} linears in {self.seconds:.1f} s, {self.bytes_before / 1e6:.1f} MB -> "
             f"{self.bytes_after / 1e6:.1f} MB; lowest SQNR: {lowest}"
-        )
+        ) + "".join(f"\n  note: {r}" for r in self.plan.remarks if r.startswith("SQNR"))
 
 
 def quantize_model(
@@ -101,7 +101,10 @@ def quantize_model(
         loop.run_all(bar.update)
     watch(model)
     model.dq_artifact = artifact_meta(model, plan, calibration or {})
-    seconds, plan = time.perf_counter() - start, replace(plan, rows=tuple(loop.rows), remarks=tuple(loop.remarks))
+    for remark in (found := in_sample(loop.thin)):
+        warnings.warn(remark, stacklevel=2)
+    remarks = (*loop.remarks, *found)
+    seconds, plan = time.perf_counter() - start, replace(plan, rows=tuple(loop.rows), remarks=remarks)
     layers = layer_info(model)
     lost = [f"{x.name} ({x.weights})" for x in layers if x.sqnr_db is not None and x.sqnr_db < LOST_DB]
     if lost:
@@ -119,17 +122,15 @@ class _Loop:
     def __init__(self, model, plan: Plan, records, device, prefix, calibration, resume):
         self.model, self.plan, self.records, self.device, self.prefix = model, plan, records, device, prefix
         self.rows, self.remarks = list(plan.rows), list(plan.remarks)
-        self.calibration, self.gram, self.auto = calibration or {}, {}, plan.recipe.auto
-        self.weights = [r.weight for r in self.records]
-        self.survey = False  # whether candidates are being compared
-        self.split: dict[str, str] = {}  # linear -> the one whose input it was thought to share, and does not
+        self.calibration, self.auto = calibration or {}, plan.recipe.auto
         self.folder = ResumeFolder(resume, model, plan, calibration | {"prefix": prefix}) if resume else None
         blocks = [b for b in plan.blocks() if b]
         order = call_order(model, self._all_blocks(), records[0]) if records and blocks else []
         if records and blocks and not order:
             self.remarks.append("blocks are not called exactly once each: calibrated over the whole model at once")
         self.replay = Replay(model, order, records, plan.family.keep_outputs)
-        self.by_step, self.learn = any(r.target.step_groups for r in plan.quantized), plan.recipe.reconstruct
+        self.collector = Collector(model, records, any(r.target.step_groups for r in plan.quantized))
+        self.learn, self.thin = plan.recipe.reconstruct, {}  # first linear -> distinct inputs of rows with few of them
         # Without an order (or without records) the whole model is one unit, still quantized block by block.
         self.schedule = (order or blocks) + ([""] if any(r.block == "" for r in plan.quantized) else [])
         self.observe = bool(records) and (not order or "" in self.schedule)
@@ -174,12 +175,13 @@ class _Loop:
         free = undecided(self.plan)
         known = self.folder.load_choices() if self.folder else None
         if known is not None:
-            table = ChoiceTable.from_list(known)
-            pieces = [_piece(next(r for r in free if c.members[0] in r.members), c.members) for c in table]
+            table, split = ChoiceTable.from_list(known[0]), known[1]
+            self.collector.split |= split
+            pieces = {p.members: p for row in free for p in self._verified(row)}
             tick(self._survey_steps)
-            self._decide(decided(pieces, table, self.auto))
+            self._decide(decided([pieces[c.members] for c in table], table, self.auto))
             return table
-        self.survey = True
+        self.collector.survey = True
         found: dict[tuple[str, ...], tuple] = {}
         if self.observe:
             outside = [r for r in free if not self.replay.order or r.block == ""]
@@ -188,10 +190,10 @@ class _Loop:
             rows, stats = [r for r in free if r.block == block], self.whole
             if self.replay.order and block:
                 stats = self._collect(rows, lambda i, b=block: self._step(b, i))
-            for part in [p for row in rows for p in self._verified(row, stats)]:
+            for part in [p for row in rows for p in self._verified(row)]:
                 found[part.members] = score_row(self.model, part, stats, self.auto, self.device)
                 self.tick(1)
-        self.replay, self.survey, self.whole = self.replay.fresh(), False, {}
+        self.replay, self.whole, self.collector.survey = self.replay.fresh(), {}, False
         return self._allocate([r for r in self.rows if r.members in found], found, self._scored())
 
     def _allocate(self, rows: list[PlanRow], found: dict[tuple[str, ...], tuple], held: list[int]) -> ChoiceTable:
@@ -209,7 +211,7 @@ class _Loop:
             taken, table = choose(rows, scores, weights, self.auto)
             current = [c.winner for c in table]
         if self.folder:
-            self.folder.save_choices(table.to_list())
+            self.folder.save_choices(table.to_list(), self.collector.split)
         self._decide(taken)
         return table
 
@@ -248,8 +250,8 @@ class _Loop:
     def run(self, block: str) -> None:
         """Collects the block's statistics and quantizes its rows."""
         rows = [r for r in self.plan.quantized if r.block == block]
-        done = self.folder.load(block) if self.folder else None
-        stats = self.whole
+        done, notes = (self.folder.load(block) if self.folder else None) or (None, {})
+        stats, held = self.whole, None
         replayed = self.replay.order and block and self.records
         if replayed:
             # A quantized prefix hands on what the finished block gives, further down; keeping the 16-bit output too
@@ -259,25 +261,39 @@ class _Loop:
             with captured(self.model.get_submodule(block), count, len(self.records)) as held:
                 stats = self._collect(() if done is not None else rows, lambda i: self._step(block, i, keep))
         if done is None:
-            done = {}
-            for row in rows:
-                for part in self._verified(row, stats):
-                    done |= quantize_row(self.model, part, stats, self.device)
-                self.tick(1)
-            if replayed and held and done:
-                inputs = [i for r in self.rows for i in r.inputs if i[0] in stats]
-                samples = {m: stats[i[0]].held_rows[:128] for i in inputs for m in i}
-                self.remarks.append(learn_block(self.model, block, done, held, self.learn.settings, samples))
+            done, notes = self._quantize(rows, block, stats, held)
             if self.folder:
-                self.folder.save(block, done)
+                self.folder.save(block, done, notes)
         else:
-            self.tick(len(rows))
+            self.collector.split |= notes["split"]
+            for row in rows:
+                self._verified(row)
+                self.tick(1)
+        self.thin |= notes["thin"]
+        self.remarks += notes["remarks"]
         self.done |= {name: layer.to("cpu") for name, layer in done.items()}
         if replayed and self.prefix == "quantized":
             originals = self._swap(done)
             for i in range(len(self.records)):
                 self._step(block, i)
             self._swap(originals)
+
+    def _quantize(
+        self, rows: list[PlanRow], block: str, stats: dict[str, Stat], held: Any
+    ) -> tuple[dict[str, QuantizedLinear], dict[str, Any]]:
+        """Finished layers of one block, and what the report says about them (JSON-clean)."""
+        done, few, remarks = {}, {}, []
+        for row in rows:
+            for part in self._verified(row):
+                done |= quantize_row(self.model, part, stats, self.device)
+                few |= thin(part, stats)
+            self.tick(1)
+        if held and done:
+            inputs = [i for r in self.rows for i in r.inputs if i[0] in stats]
+            samples = {m: stats[i[0]].held_rows[:128] for i in inputs for m in i}
+            remarks.append(learn_block(self.model, block, done, held, self.learn.settings, samples))
+        split = {m: first for m, first in self.collector.split.items() if m in done}
+        return done, {"split": split, "thin": few, "remarks": remarks}
 
     def _swap(self, layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
         """Puts layers into the model, on the device and in the mode of those they replace; returns the latter."""
@@ -295,62 +311,16 @@ class _Loop:
 
     def _collect(self, rows: Sequence[PlanRow], forward: Callable[[int], Any]) -> dict[str, Stat]:
         """Runs all records with hooks on the rows' linears: one `Stat` per shared input, sharing checked on values."""
-        stats, handles, current, seen = {}, [], {"stratum": "0/single"}, {}
-        for row in rows:
-            gram = self.auto.needs_gram if self.survey else row.target.needs_gram
-            self.gram |= dict.fromkeys(row.members, gram)
-        for members in (i for r in rows for i in r.inputs):
-            stats[members[0]] = self._stat(members[0])
-            for m in members:
-                handles.append(self._hook(m, members[0], stats, current, seen))
-        try:
-            for i, record in enumerate(self.records):
-                mark = stratum(record) if self.by_step else record.stratum(BINS)
-                current |= {"stratum": mark, "held_out": self._held_out(i), "weight": self.weights[i]}
-                seen.clear()
-                forward(i)
-                self.tick(1)
-        finally:
-            for h in handles:
-                h.remove()
-        return stats
+        grams = ((r, self.auto.needs_gram if self.collector.survey else r.target.needs_gram) for r in rows)
+        return self.collector.run({i: gram for r, gram in grams for i in r.inputs}, forward, self.tick)
 
-    def _stat(self, name: str) -> Stat:
-        return Stat(size(self.model.get_submodule(name))[1], name=name, want_gram=self.gram.get(name, False))
-
-    def _held_out(self, index: int) -> bool:
-        """Whether a record only scores: every fourth one, while candidates are compared."""
-        return self.survey and len(self.records) > 3 and index % 4 == 3
-
-    def _hook(self, name: str, first: str, stats: dict[str, Stat], current: dict, seen: dict):
-        def hook(module, args, kwargs):
-            x, early = rows(module, args[0] if args else next(iter(kwargs.values()))), ("before", first)
-            if name == first or name in self.split:
-                stats[name].update(x, **current)
-            elif first in seen:
-                self._compare(name, x, first, seen[first], stats, current)
-            else:  # called before the linear it is compared with
-                seen.setdefault(early, {})[name] = x
-            if name == first:
-                seen[first] = x
-                for partner, other in seen.pop(early, {}).items():
-                    self._compare(partner, other, first, x, stats, current)
-
-        return self.model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
-
-    def _compare(self, name: str, x: Tensor, first: str, expected: Tensor, stats: dict[str, Stat], current: dict):
-        """Splits the linear from its group if its input is not the one that `first` gets."""
-        if x is not expected and not torch.equal(x, expected):
-            self.split[name] = first
-            stats[name] = stats.get(name) or self._stat(name)
-            stats[name].update(x, **current)
-
-    def _verified(self, row: PlanRow, stats: dict[str, Stat]) -> list[PlanRow]:
+    def _verified(self, row: PlanRow) -> list[PlanRow]:
         """The row, or its pieces if calibration showed that inputs thought shared are not."""
-        apart = [m for m in row.members if m in self.split and m in stats]
-        if not apart or len(row.members) == 1:  # alone already, since the survey of an `auto` recipe
+        split = self.collector.split
+        apart = [m for m in row.members if split.get(m) in row.members]  # once in pieces, it is whole
+        if not apart:
             return [row]
-        text = f"{', '.join(apart)} do not receive the same input as {self.split[apart[0]]}: treated apart"
+        text = f"{', '.join(apart)} do not receive the same input as {split[apart[0]]}: treated apart"
         warnings.warn(text, stacklevel=2)
         self.remarks.append(text)
         kept = tuple(tuple(m for m in i if m not in apart) for i in row.inputs)
@@ -358,12 +328,6 @@ class _Loop:
         at = self.rows.index(row)
         self.rows[at : at + 1] = pieces
         return pieces
-
-
-def _piece(row: PlanRow, members: tuple[str, ...]) -> PlanRow:
-    """The part of a row that holds these members."""
-    kept = tuple(tuple(m for m in i if m in members) for i in row.inputs)
-    return row if members == row.members else subset(row, tuple(i for i in kept if i))
 
 
 def dequantize_model(model: nn.Module) -> nn.Module:

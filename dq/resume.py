@@ -45,21 +45,24 @@ class ResumeFolder:
     def _file(self, block: str) -> Path:
         return self.path / f"{block or 'outside-blocks'}.safetensors"
 
-    def save_choices(self, choices: list[dict[str, Any]]) -> None:
-        """Keeps what an `auto` recipe decided; the file appears whole or not at all."""
+    def save_choices(self, choices: list[dict[str, Any]], split: dict[str, str]) -> None:
+        """Keeps what an `auto` recipe decided, and which linears it found not to share an input; the file appears whole
+        or not at all."""
         part = self.path / "choices.part"
-        part.write_text(json.dumps(choices), encoding="utf-8")
+        part.write_text(json.dumps({"choices": choices, "split": split}), encoding="utf-8")
         part.replace(self.path / "choices.json")
 
-    def load_choices(self) -> list[dict[str, Any]] | None:
+    def load_choices(self) -> tuple[list[dict[str, Any]], dict[str, str]] | None:
         """The inverse; None if nothing was decided yet."""
         try:
-            return json.loads((self.path / "choices.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            found = json.loads((self.path / "choices.json").read_text(encoding="utf-8"))
+            return found["choices"], found["split"]
+        except (OSError, ValueError, LookupError, TypeError):
             return None
 
-    def save(self, block: str, layers: dict[str, QuantizedLinear]) -> None:
-        """Writes the block's layers; the file appears whole or not at all."""
+    def save(self, block: str, layers: dict[str, QuantizedLinear], notes: dict[str, Any]) -> None:
+        """Writes the block's layers, and what a report says about them besides; the file appears whole or not at
+        all."""
         tensors, meta = {}, {}
         for name, layer in layers.items():
             tensors |= {f"{name}:{k}": t.contiguous() for k, t in layer.state_dict().items()}
@@ -71,16 +74,17 @@ class ResumeFolder:
                 "sqnr_db": layer.sqnr_db,
             }
         part = self._file(block).with_suffix(".part")
-        save_file(tensors, part, metadata={"layers": json.dumps(meta)})
+        save_file(tensors, part, metadata={"layers": json.dumps(meta), "notes": json.dumps(notes)})
         part.replace(self._file(block))
 
-    def load(self, block: str) -> dict[str, QuantizedLinear] | None:
-        """The block's layers, or None if it is not finished; a file that cannot be read does not count."""
+    def load(self, block: str) -> tuple[dict[str, QuantizedLinear], dict[str, Any]] | None:
+        """The block's layers and notes, or None if it is not finished; a file that cannot be read does not count."""
         if not self._file(block).is_file():
             return None
         try:
             with safe_open(self._file(block), "pt") as file:
-                return {n: _layer(file, n, m) for n, m in json.loads(file.metadata()["layers"]).items()}
+                meta = {key: json.loads(text) for key, text in file.metadata().items()}
+                return {n: _layer(file, n, m) for n, m in meta["layers"].items()}, meta["notes"]
         except (OSError, SafetensorError, ValueError, TypeError, LookupError):
             return None
 

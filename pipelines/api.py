@@ -22,7 +22,7 @@ from dq.loop import QuantizeReport, dequantize_model, quantize_model
 from dq.ops import MODES
 from dq.pipelines.calibration import DENOISERS, Prompts
 from dq.pipelines.experts import close_experts, open_experts, opened, settle
-from dq.pipelines.rewriting import apply_rewrites, check_rewrites
+from dq.pipelines.rewriting import REWRITTEN, apply_rewrites, check_rewrites
 from dq.pipelines.text import Text
 from dq.planning import Plan, make_plan
 from dq.recipe import Recipe
@@ -133,11 +133,11 @@ def quantize(
         reports = {}
         for name, model in models.items():
             found, described = records.get(name, ([], {}))
-            if plans[name].recipe.rewrites:
-                plans[name] = _rewritten(model, plans[name], found, skip)
             folder = f"{resume}/{name}" if resume and name else resume
             described = described | ({"sequential": True} if sequential and found else {})
-            with _says_if_rewritten(plans[name]):
+            with _closes_if_rewritten(model, plans[name]):
+                if plans[name].recipe.rewrites:
+                    plans[name] = _rewritten(model, plans[name], found, skip)
                 reports[name] = quantize_model(
                     model, plans[name], found, device=device, resume=folder, prefix=prefix, calibration=described,
                     progress=bar,
@@ -174,15 +174,17 @@ def _rewritten(model: nn.Module, planned: Plan, records: Sequence[Record], skip:
 
 
 @contextmanager
-def _says_if_rewritten(planned: Plan) -> Iterator[None]:
-    """A failure after a rewrite leaves the rewritten 16-bit weights: the same function, but not a fresh start."""
+def _closes_if_rewritten(model: nn.Module, planned: Plan) -> Iterator[None]:
+    """A failure while or after the model is rewritten leaves weights that are no fresh start: a second rewrite would
+    rotate them twice. A copy to go back to would need the model's memory again, so the model is marked, and
+    `check_rewrites` refuses it from then on."""
     try:
         yield
     except BaseException:
-        if planned.recipe.rewrites:
-            what = "the 16-bit weights were rewritten already (their function is the same): load the model anew before"
-            warnings.warn(what + " another try, also to continue a resume folder", stacklevel=4)
+        if getattr(model, "dq_rewritten", ""):
+            warnings.warn(f"{model.dq_rewritten}: {REWRITTEN}", stacklevel=4)
         raise
+    model.__dict__.pop("dq_rewritten", None)
 
 
 def _silent(*args: Any, **kwargs: Any):

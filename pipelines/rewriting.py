@@ -15,16 +15,20 @@ from dq.rewrites import decoder_structure, parameters, rewrite
 from dq.rewrites.norm_fusion import norm_scale
 
 RESIDUAL = {"r1", "spinquant"}  # rotate the residual stream
+REWRITTEN = "its 16-bit weights were rewritten by a try that failed; load it anew, also to continue a resume folder"
 
 
 def check_rewrites(model: nn.Module, plan: Plan) -> None:
     """Whatever a rewrite would refuse half way.
 
     Raises:
-        DQError: no decoder of a known layout; weights that hold no data; LayerNorms, whose mean a rewrite takes into
-            the weights before an RMSNorm takes their place: the library would build the old class when it loads the
-            checkpoint; a model without output projection whose residual stream is to be rotated.
+        DQError: an earlier try that failed has begun to rewrite it; no decoder of a known layout; weights that hold no
+            data; LayerNorms, whose mean a rewrite takes into the weights before an RMSNorm takes their place: the
+            library would build the old class when it loads the checkpoint; a model without output projection whose
+            residual stream is to be rotated.
     """
+    if getattr(model, "dq_rewritten", ""):
+        raise DQError(f"{model.dq_rewritten}: {REWRITTEN}")
     names = {name for name, _ in plan.recipe.rewrites}
     if not names:
         return
@@ -49,6 +53,7 @@ def apply_rewrites(model: nn.Module, plan: Plan, records: Sequence[Record]) -> N
     """
     if plan.recipe.needs_calibration and not records:
         raise DQError(f"recipe {plan.recipe.name!r} needs calibration: pass calibration=dq.Text([...], tokenizer)")
+    model.dq_rewritten = type(model).__name__  # until all is done; see dq.pipelines.api
     rewrite(model, plan.recipe.rewrites, batches=[_keywords(model, r) for r in records])
 
 

@@ -201,6 +201,9 @@ def test_only_groups_of_one_factor_are_folded(tiny):
     block = "transformer_blocks.{}.attn.{}"
     assert "by different factors" in report.kept[block.format(0, "to_k")]
     assert "to_k reads the same input and is not quantized" in report.kept[block.format(1, "to_v")]
+    lines = str(report).split("\n")
+    assert lines[0] == f"{len(report.layers)} linears no longer divide their input, {len(report.kept)} still do"
+    assert any("attn.to_q and 1 more: " in x and "is not quantized" in x for x in lines)
     assert old.config.steps == () and float((after - before).norm() / before.norm()) < 1e-5
 
 

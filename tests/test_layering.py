@@ -23,7 +23,7 @@ ROWS = (
     ("conv",),
     ("kernels", "planning"),
     ("checkpoint", "resume", "group", "folding"),
-    ("auto", "reconstruct"),
+    ("auto", "reconstruct", "collect"),
     ("loop",),
     ("eval", "pipelines"),
     ("showcase", "catalogue", "commands_text", "commands_export", "commands_bench"),

@@ -208,7 +208,7 @@ def test_shared_inputs_are_checked_on_values(order):
     plan = make_plan(model, Recipe("mine", target, min_features=16))
     assert len(plan.quantized) == 2
     with pytest.warns(UserWarning, match="to_k do not receive the same input as"):
-        report = quantize_model(model, plan, [Record((torch.randn(6, 32),), {})], progress=quiet)
+        report = quantize_model(model, plan, [Record((torch.randn(40, 32),), {})], progress=quiet)
     rows = [r.members for r in report.plan.rows]
     assert rows == [
         (f"blocks.{i}.to_q", f"blocks.{i}.to_v") if n == 0 else (f"blocks.{i}.to_k",) for i in (0, 1) for n in (0, 1)

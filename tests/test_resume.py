@@ -86,6 +86,7 @@ def test_same_bits_after_an_interruption(work, tiny, tmp_path, name, prefix):
     block_of = make_plan(tiny.flux(), tiny.recipe(name)).family.block_of
     assert work.rows == [n for n in everything if block_of(n) not in finished]
     assert [(x.name, x.sqnr_db) for x in resumed.layers] == [(x.name, x.sqnr_db) for x in report.layers]
+    assert resumed.plan.remarks == report.plan.remarks
     assert {n: x.config for n, x in quantized_linears(model).items()} == {
         n: x.config for n, x in quantized_linears(whole).items()
     }
@@ -145,7 +146,7 @@ def test_folder_keeps_layers_exactly(work, tiny, tmp_path):
     plan = make_plan(tiny.flux(torch.bfloat16), tiny.recipe("w4a4-nvfp4-svd"))
     folder = ResumeFolder(str(tmp_path), tiny.flux(torch.bfloat16), plan, {"prefix": "fp"})
     for block in plan.blocks():
-        for name, layer in folder.load(block).items():
+        for name, layer in folder.load(block)[0].items():
             real = model.get_submodule(name)
             assert layer.config == real.config and layer.compute_dtype == real.compute_dtype
             assert layer.sqnr_db == real.sqnr_db and same_state(state(layer), state(real))

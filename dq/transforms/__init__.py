@@ -2,7 +2,7 @@
 
 With row vectors, a transform multiplies the input by an invertible A: `x' = x A`, `W' = W A^-T`, so `x' W'^T = x W^T`.
 Some also move a part of the weight into a 16-bit side branch on the raw x. The invariant, tested once for all of them
-in float64: `pre(x) @ W'.T + side(x) + b' == x @ W.T + b`.
+in float64: `pre(x) @ W'.T + side(x) + b' == x @ W.T + b`, `b' = b - W' pre(0)` (0 but where the input is shifted).
 """
 
 from __future__ import annotations
@@ -78,6 +78,19 @@ class Transform:
         return {k: v if v and isinstance(v[0], tuple) else (v, torch.float32) for k, v in found.items()}
 
 
+def idle_word(params: dict, beside: dict[str, tuple[str, Any]]) -> str:
+    """Complaint about a word that says something only beside another one and stands without it; "" if there is none.
+
+    Args:
+        beside: word -> (the other word, the value that it must have; a flag that is not given is False).
+    """
+    for word, (other, value) in beside.items():
+        if word in params and params.get(other, False) != value:
+            shown = str(value).lower() if isinstance(value, bool) else repr(value)
+            return f"{word} is used only with {other} = {shown}: leave it out, or say {other}"
+    return ""
+
+
 TRANSFORMS: Registry[Transform] = Registry("transform", "dq.transforms")
 
 
@@ -119,7 +132,6 @@ class GroupState:
         residual: S > 0: the last S channels of the transformed input are carried twice, as codes and as the codes of
             what those left over.
         dual: the weight columns of these channels are, too.
-        bias: linear -> what its bias gains [N] (from a shift of the input).
         side: linear -> (down [r, K], up [N, r]) on the raw x.
         side_dtype: dtype in which the side factors rest.
     """
@@ -135,7 +147,6 @@ class GroupState:
     steps: list[Step] = field(default_factory=list)
     residual: int = 0
     dual: bool = False
-    bias: dict[str, Tensor] = field(default_factory=dict)
     side: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     side_dtype: torch.dtype = torch.bfloat16
 

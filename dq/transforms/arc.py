@@ -76,6 +76,8 @@ def _planned(shape: tuple[int, int], parts: tuple[int, ...], params: dict, name:
 
 def _check(params: dict) -> str:
     count = params.get("channels", 0)
+    if count and params.get("threshold"):
+        return "threshold finds the number of channels: give one of the two"
     return "" if count >= 0 and count % MULTIPLE == 0 else f"channels is a multiple of {MULTIPLE}, 0 for K/48"
 
 

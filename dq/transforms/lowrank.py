@@ -7,14 +7,14 @@ Source: SVDQuant (arXiv 2411.05007, section 4) with the alternating refinement o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from dq.registry import DQError
-from dq.transforms import TRANSFORMS, GroupState, Planned, Transform, apply_steps, round_weight
+from dq.transforms import TRANSFORMS, GroupState, Planned, Transform, round_weight
 
 
 def auto_rank(width: int) -> int:
@@ -79,23 +79,10 @@ def decompose(w: Tensor, rank: int, spec, error, iterations: int, factors=svd_fa
 
 def absorb(state: GroupState, name: str, down: Tensor, up: Tensor) -> None:
     """Adds factors on the raw x, down [r, K] and up [N, r] in their storage dtype, to the side branch of one linear,
-    and takes what they stand for out of its W'.
-
-    The branch never sees the constant that a shift adds to the input, so that part of the bias correction goes too.
-    """
+    and takes what they stand for out of its W'."""
     w, (downs, ups) = state.weights[name], state.side.get(name, (down[:0], up[:, :0]))
     state.side[name] = (torch.cat([downs, down]), torch.cat([ups, up], 1))
     state.weights[name] = w - up.to(w) @ state.to_basis(down.to(w))
-    correct_bias(state, (name,))
-
-
-def correct_bias(state: GroupState, names: Iterable[str]) -> None:
-    """`b' = b - pre(0) W'^T`, in float64, where the input steps add a constant: then `pre(x) W'^T + b'` has none."""
-    for n in names:
-        w = state.weights[n].to(torch.float64)
-        constant = apply_steps(w.new_zeros(1, w.shape[1]), state.steps)[0]
-        if constant.any():
-            state.bias[n] = -(w @ constant)
 
 
 WEIGHTINGS = ("none", "hessian", "noise")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dq.registry import DQError
-from dq.transforms import TRANSFORMS, GroupState, Planned, Step, Transform, fake, round_weight
+from dq.transforms import TRANSFORMS, GroupState, Planned, Step, Transform, fake, idle_word, round_weight
 from dq.transforms.hadamard import multiply, split
 from dq.transforms.lowrank import sketch_factors
 
@@ -156,6 +156,9 @@ def _check(params: dict) -> str:
     kind, size = params.get("kind", "regular"), params.get("size", 0)
     if kind not in KINDS or params.get("rows", 1) < 1:
         return f"kind is one of {', '.join(KINDS)}, rows at least 1"
+    idle = idle_word(params, {"seed": ("kind", "random"), "rows": ("kind", "auto")})
+    if idle:
+        return idle
     if kind == "regular":
         return "" if size in (0, 4, 16, 64, 256, 1024, 4096) else "size is a power of 4, or 0 for the largest"
     if size in (0, FULL, "full"):

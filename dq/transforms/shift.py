@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dq.spec import FORMATS, QuantSpec
 from dq.transforms import TRANSFORMS, GroupState, Planned, Step, Transform
-from dq.transforms.lowrank import correct_bias
 
 # c of activation functions, a multiple of 1/64 above their depth: ReLU 0, GELU 0.170041 (tanh form; erf 0.169971),
 # SiLU 0.278465. The source's 0.2734375 for SiLU would clip.
@@ -58,7 +57,6 @@ def fit(state: GroupState, value: float = -1.0) -> None:
     state.act_spec = spec
     if value:
         state.add(Step("shift", params={"value": value}))
-        correct_bias(state, state.weights)
 
 
 def _range(state: GroupState) -> tuple[float, float]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dq.stats import Stat
-from dq.transforms import TRANSFORMS, GroupState, Step, Transform, apply_steps, fake, round_weight
+from dq.transforms import TRANSFORMS, GroupState, Step, Transform, apply_steps, fake, idle_word, round_weight
 from dq.transforms.lowrank import sketch_factors
 
 # Candidates (alpha, beta), "no smoothing" first. `short`: alpha in steps that still tell neighbours apart, beta = 0 or
@@ -144,7 +144,8 @@ def _check(params: dict) -> str:
     if not good or not 0 < params.get("quantile", 1.0) <= 1 or params.get("grid", "short") not in GRIDS:
         lists = f"merge one of {', '.join(merges)}, grid one of {', '.join(GRIDS)}"
         return f"alpha is 0 to 1, rows at least 1, quantile above 0 and at most 1, {lists}"
-    return ""
+    searched = dict.fromkeys(("rows", "grid"), ("search", True))
+    return idle_word(params, {"alpha": ("search", False), "guidance": ("merge", "cfg")} | searched)
 
 
 TRANSFORMS.register(Transform("smooth", fit, 1, _apply, _weight, _apply, _buffers, needs_stats=True, check=_check))

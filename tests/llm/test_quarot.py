@@ -80,6 +80,22 @@ def test_missing_calibration_changes_nothing(llm, tiny):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+def test_a_model_that_a_failed_try_has_rewritten_is_refused(llm, tiny):
+    """Rewritten twice it would still compute the same, but quantize to something else: no second try on it."""
+    model = llm.decoder()
+
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning, match="were rewritten by a try that failed"):
+        dq.quantize(model, tiny.recipe(QUAROT[0]), progress=stop)
+    for preset in (QUAROT[0], "int8"):
+        unchanged(model, lambda p=preset: dq.quantize(model, tiny.recipe(p), progress=False), "load it anew")
+    fresh = llm.decoder()
+    dq.quantize(fresh, tiny.recipe(QUAROT[0]), progress=False)
+    assert not hasattr(fresh, "dq_rewritten")
+
+
 @pytest.mark.parametrize("kind", ["Gemma2", "Phi3"])
 def test_other_layouts_are_refused(llm, tiny, kind):
     model = llm.decoder(kind)

@@ -79,11 +79,17 @@ def fit(state: GroupState, names: list[str]) -> None:
             raise
 
 
+def gained(state: GroupState, name: str) -> torch.Tensor:
+    """b' - b = -W' pre(0) [N]: takes the constant off that a shift of the input adds to the output."""
+    w = state.weights[name].double()
+    return -(w @ apply_steps(w.new_zeros(1, state.width), state.steps)[0])
+
+
 def assert_preserved(state: GroupState, raw: dict, x: dict) -> None:
     for members in state.inputs:
         for m in members:
             value = x[members[0]]
-            y = apply_steps(value, state.steps) @ state.weights[m].T + state.bias.get(m, 0.0)
+            y = apply_steps(value, state.steps) @ state.weights[m].T + gained(state, m)
             if m in state.side:
                 down, up = (t.double() for t in state.side[m])
                 y = y + value @ down.T @ up.T

@@ -25,6 +25,12 @@ def state_of(weights: dict, x: torch.Tensor, act=INT4, **extra) -> GroupState:
     )
 
 
+def gained(state: GroupState, name: str) -> torch.Tensor:
+    """b' - b = -W' pre(0) [N]: takes the constant off that a shift of the input adds to the output."""
+    w = state.weights[name].double()
+    return -(w @ apply_steps(w.new_zeros(1, state.width), state.steps)[0])
+
+
 def test_bias_vector():
     """Section 3.4: b = .05 becomes -.1046875, and both forms give y = -.819."""
     g = torch.tensor([[-0.17, -0.05, 0.0, 0.4, 1.3, 2.2, -0.12, 3.0]], dtype=torch.float64)
@@ -32,9 +38,9 @@ def test_bias_vector():
     state = state_of({"a": w}, g)
     SHIFT.fit(state)
     assert state.steps[0].params == {"value": 0.171875} and str(state.act_spec) == "uint4-positive-token"
-    assert float(state.bias["a"] + 0.05) == pytest.approx(-0.1046875, abs=1e-15)
+    assert float(gained(state, "a") + 0.05) == pytest.approx(-0.1046875, abs=1e-15)
     assert float(g @ w.T + 0.05) == pytest.approx(-0.819, abs=1e-12)
-    y = apply_steps(g, state.steps) @ state.weights["a"].T + state.bias["a"] + 0.05
+    y = apply_steps(g, state.steps) @ state.weights["a"].T + gained(state, "a") + 0.05
     assert float(y) == pytest.approx(-0.819, abs=1e-12)
 
 
@@ -85,7 +91,7 @@ def test_other_grids_are_left_alone(act):
     state = state_of({"a": torch.randn(8, 128)}, gelu_rows(), act)
     before = state.act_spec
     SHIFT.fit(state)
-    assert state.steps == [] and state.bias == {} and state.act_spec == before
+    assert state.steps == [] and state.act_spec == before
 
 
 @pytest.mark.parametrize("x", [torch.randn(50, 128), nn.functional.silu(torch.randn(50, 128)) * torch.randn(128)])
@@ -98,7 +104,7 @@ def test_unbounded_inputs_are_left_alone(x):
 def test_after_a_relu_only_the_grid_changes():
     state = state_of({"a": torch.randn(8, 128)}, torch.randn(50, 128).relu())
     SHIFT.fit(state)
-    assert state.steps == [] and state.bias == {} and str(state.act_spec) == "uint4-positive-token"
+    assert state.steps == [] and str(state.act_spec) == "uint4-positive-token"
 
 
 def test_a_value_needs_no_calibration():
@@ -117,7 +123,7 @@ def test_low_rank_branch_reads_the_raw_input():
         TRANSFORMS.get(name).fit(state, **params)
     down, up = (t.double() for t in state.side["a"])
     expected = -0.171875 * w.double().sum(1) + up @ down @ torch.full((128,), 0.171875, dtype=torch.float64)
-    torch.testing.assert_close(state.bias["a"], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gained(state, "a"), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_shift_halves_the_step():
@@ -129,7 +135,7 @@ def test_shift_halves_the_step():
         if name == "shift":
             SHIFT.fit(state)
         xq = fake_quantize(apply_steps(x, state.steps), state.act_spec)
-        errors[name] = float((xq @ w.T + state.bias.get("a", 0.0) - x @ w.T).square().sum())
+        errors[name] = float((xq @ w.T + gained(state, "a").float() - x @ w.T).square().sum())
     assert errors["shift"] < 0.4 * errors["none"]
 
 

@@ -5,6 +5,8 @@ import torch
 
 import dq
 from dq.qtensor import fake_quantize
+from dq.recipe import Target
+from dq.registry import DQError
 from dq.spec import QuantSpec
 from dq.stats import Stat
 from dq.transforms import TRANSFORMS, GroupState, apply_steps
@@ -268,3 +270,21 @@ def test_wrong_parameters_are_refused(params):
         dq.DQError, match=r"quantile above 0 and at most 1, merge one of .*, grid one of short, svdquant"
     ):
         dq.Recipe.from_dict(dict(name="x", linear=target))
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "words"),
+    [
+        ("smooth", dict(search=True, alpha=0.5), "alpha is used only with search = false"),
+        ("smooth", dict(rows=16), "rows is used only with search = true"),
+        ("smooth", dict(alpha=0.5, grid="short"), "grid is used only with search = true"),
+        ("smooth", dict(guidance=2.0), "guidance is used only with merge = 'cfg'"),
+        ("arc", dict(channels=32, threshold=True), "threshold finds the number of channels: give one of the two"),
+        ("rotate", dict(seed=1), "seed is used only with kind = 'random'"),
+        ("rotate", dict(kind="sylvester", rows=16), "rows is used only with kind = 'auto'"),
+    ],
+)
+def test_words_that_contradict_each_other_are_refused(name, params, words):
+    """When the recipe is made: one of the two would be ignored without a word."""
+    with pytest.raises(DQError, match=words):
+        Target(QuantSpec.parse("int4/group16"), transforms=((name, tuple(params.items())),))
