@@ -399,21 +399,3 @@ def test_the_preset_runs(flux):
     with torch.no_grad():
         y, reference = model(**inputs)[0], flux[1](**inputs)[0]
     assert 0 < (y - reference).norm() < 0.3 * reference.norm()
-
-
-def test_a_layer_that_nothing_reached_is_named_once():
-    """Not once per candidate."""
-    net = nn.ModuleDict(dict(used=nn.Linear(64, 48), idle=nn.Linear(64, 48)))
-    net.forward = lambda x: net["used"](x)
-    with pytest.raises(DQError, match=r"^idle: no calibration input reached this layer; give records that run it or"):
-        dq.quantize(net, recipe(), calibration=[dict(x=torch.randn(8, 64)) for _ in range(4)], progress=False)
-
-
-def test_one_reason_of_many_candidates_is_said_once():
-    wide = dict(weights="nvfp4", activations="nvfp4-token")
-    odd = [(n, wide | dict(transforms=[dict(name="rotate", size=s)])) for n, s in (("a", 64), ("b", 64), ("c", 16))]
-    row = make_plan(nn.Sequential(nn.Linear(40, 48)), recipe()).quantized[0]
-    stat = Stat(40)
-    stat.update(torch.randn(64, 40))
-    with pytest.raises(DQError, match=r"no candidate fits: a, b: rotation size 64 .*; c: rotation size 16 does not"):
-        score_row(nn.Sequential(nn.Linear(40, 48)), row, {"0": stat}, recipe(*odd).auto)

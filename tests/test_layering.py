@@ -26,7 +26,8 @@ ROWS = (
     ("auto", "reconstruct", "collect"),
     ("loop",),
     ("eval", "pipelines"),
-    ("showcase", "catalogue", "commands_text", "commands_export", "commands_bench"),
+    ("showcase",),
+    ("catalogue", "commands_text", "commands_export", "commands_bench"),
     ("commands",),
     ("cli", "__init__"),
 )
