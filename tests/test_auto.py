@@ -304,8 +304,7 @@ def test_groups_that_share_no_input_choose_apart(rounds, tmp_path):
             report = dq.quantize(model, r, calibration=records, resume=folder, progress=False)
         pieces = [(f"blocks.{i}.{n}",) + m for i in (0, 1) for n, m in (("to_q", (f"blocks.{i}.to_v",)), ("to_k", ()))]
         assert [x.members for x in report.plan.rows] == [c.members for c in report.choices] == pieces
-        apart = [f"blocks.{i}.to_k do not receive the same input as blocks.{i}.to_q: treated apart" for i in (0, 1)]
-        assert [r for r in report.plan.remarks if "treated apart" in r] == apart
+        assert sum("treated apart" in r for r in report.plan.remarks) == 2
         found.append((str(report.choices), [t.float() for t in model.state_dict().values()]))
     assert found[0][0] == found[1][0] == found[2][0]
     for other in found[1:]:
