@@ -33,9 +33,11 @@ def check_rewrites(model: nn.Module, plan: Plan) -> None:
     if not names:
         return
     what = f"recipe {plan.recipe.name!r} does not fit {type(model).__name__}: "
-    structure = decoder_structure(model)
+    structure = decoder_structure(model, plain=False)
     modules = (*structure.embeddings, *structure.readers, *structure.writers, *(n.name for n in structure.norms))
     parameters(model, modules)
+    if structure.fixed and names & RESIDUAL:
+        raise DQError(f"{what}{structure.fixed}: no rotation of the stream passes it (r2 and norm_fusion do)")
     for site in structure.norms:
         if norm_scale(model.get_submodule(site.name), site.name)[0] == "layer":
             raise DQError(

@@ -39,9 +39,13 @@ def turn_by(q: Tensor) -> Turn:
     return lambda t: t @ q.to(t)
 
 
-def per_head(turn: Turn, dim: int) -> Turn:
-    """The same rotation of every run of `dim` elements."""
-    return lambda t: turn(t.unflatten(-1, (-1, dim))).flatten(-2)
+def per_head(turn: Turn, dim: int, first: int = 0) -> Turn:
+    """The same rotation of every run of `dim` elements from `first` on."""
+
+    def heads(t: Tensor) -> Tensor:
+        return turn(t.unflatten(-1, (-1, dim))).flatten(-2)
+
+    return heads if not first else lambda t: torch.cat([t[..., :first], heads(t[..., first:])], -1)
 
 
 class Move(NamedTuple):
@@ -65,9 +69,9 @@ def moves(structure: Structure, r1: Turn | None = None, r2: Sequence[Turn] = ())
         found |= {name: Move(inp=r1) for name in (*structure.embeddings, *structure.readers)}
         found |= {name: Move(out=r1) for name in structure.writers}
     for attention, turn in zip(structure.attentions, r2, strict=bool(r2)):
-        heads = per_head(turn, attention.head_dim)
-        found[attention.value] = found.get(attention.value, Move())._replace(out=heads)
-        found[attention.output] = found.get(attention.output, Move())._replace(inp=heads)
+        a = attention
+        found[a.value] = found.get(a.value, Move())._replace(out=per_head(turn, a.head_dim, a.first))
+        found[a.output] = found.get(a.output, Move())._replace(inp=per_head(turn, a.head_dim))
     return found
 
 
@@ -84,7 +88,10 @@ def fuse(model: nn.Module, found: dict[str, Move]) -> None:
 
 
 def check_norms(model: nn.Module, structure: Structure) -> None:
-    """Raises DQError unless every norm of the stream only normalizes, subtracts no mean, and is read by linears."""
+    """Raises DQError unless every norm of the stream only normalizes, subtracts no mean, and is read by linears, and
+    nothing else fixes its channels."""
+    if structure.fixed:
+        raise DQError(f"{structure.fixed}: no rotation of the stream passes it")
     for site in structure.norms:
         if not site.consumers:
             raise DQError(f"nothing here reads {site.name}: without its output projection a model cannot be rotated")

@@ -219,6 +219,8 @@ def apply(
         DQError: norms that cannot be fused, a loss that is not finite, or a result that is not orthogonal.
     """
     specs = [QuantSpec.parse(s) if s else None for s in (weights, activations)]
+    if structure.fixed:
+        check_norms(model, structure)  # says why, before anything changes
     fuse_norms(model, structure)
     check_norms(model, structure)
     trainer = Trainer(model, structure, *specs, online, seed)

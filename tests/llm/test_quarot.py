@@ -28,7 +28,7 @@ def error(model, expected, ids):
     return float((model(ids).logits - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Qwen2"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Qwen2", "Gemma", "Phi3"])
 @pytest.mark.parametrize("preset", QUAROT)
 @pytest.mark.parametrize("tied", [False, True])
 def test_quantized_saved_and_loaded(llm, tiny, text, kind, preset, tied, tmp_path):
@@ -43,7 +43,8 @@ def test_quantized_saved_and_loaded(llm, tiny, text, kind, preset, tied, tmp_pat
     assert error(model, clean, text.ids) < 0.9 * error(naive, clean, text.ids)
     down = model.model.layers[0].mlp.down_proj
     assert [name for name, _ in down.config.steps] == ["rotate"]
-    assert not model.model.layers[0].self_attn.q_proj.config.steps
+    attention = model.model.layers[0].self_attn
+    assert not (attention.qkv_proj if kind == "Phi3" else attention.q_proj).config.steps
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     assert again.lm_head.weight is not again.model.embed_tokens.weight
@@ -96,12 +97,20 @@ def test_a_model_that_a_failed_try_has_rewritten_is_refused(llm, tiny):
     assert not hasattr(fresh, "dq_rewritten")
 
 
-@pytest.mark.parametrize("kind", ["Gemma2", "Phi3"])
-def test_other_layouts_are_refused(llm, tiny, kind):
+@pytest.mark.parametrize(("kind", "match"), [("Gemma2", "no rotation of the stream passes it"), ("Olmo2", "unknown to")])
+def test_other_layouts_are_refused(llm, tiny, kind, match):
     model = llm.decoder(kind)
-    unchanged(
-        model, lambda: dq.quantize(model, tiny.recipe(QUAROT[0]), progress=False), "give a Structure|is no linear"
-    )
+    unchanged(model, lambda: dq.quantize(model, tiny.recipe(QUAROT[0]), progress=False), match)
+
+
+def test_gemma_2_takes_what_does_not_turn_the_stream(llm, tiny, tmp_path):
+    model = llm.decoder("Gemma2")
+    recipe = tiny.recipe(QUAROT[0], rewrites=(("norm_fusion", ()), ("r2", ())))
+    with torch.no_grad():
+        dq.quantize(model, recipe, progress=False)
+        model.save_pretrained(tmp_path)
+        ids = torch.arange(3, 30)[None]
+        assert torch.equal(type(model).from_pretrained(tmp_path)(ids).logits, model(ids).logits)
 
 
 def test_diffusion_models_are_refused(tiny):

@@ -18,18 +18,21 @@ SIZES = dict(
     head_dim=16,
     max_position_embeddings=64,
     attn_implementation="sdpa",
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
 )
 
 
 class ExactNorm(nn.Module):
-    """transformers' RMSNorms compute in float32; this one in the dtype of its input."""
+    """transformers' RMSNorms compute in float32; this one in the dtype of its input. Gemma's scale by 1 + weight."""
 
-    def __init__(self, weight: nn.Parameter, eps: float):
+    def __init__(self, weight: nn.Parameter, eps: float, plus: float = 0.0):
         super().__init__()
-        self.weight, self.eps = weight, eps
+        self.weight, self.eps, self.plus = weight, eps, plus
 
     def forward(self, x):
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+        return (self.plus + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
 
 def decoder(kind: str = "Llama", dtype: torch.dtype = torch.float64, exact: bool = True, **changes) -> nn.Module:
@@ -37,7 +40,9 @@ def decoder(kind: str = "Llama", dtype: torch.dtype = torch.float64, exact: bool
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES | changes)
+    config = getattr(transformers, f"{kind.replace('Gemma3', 'Gemma3Text')}Config")(**SIZES | changes)
+    if "Gemma2" in kind:
+        config._attn_implementation = "eager"
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -49,7 +54,8 @@ def decoder(kind: str = "Llama", dtype: torch.dtype = torch.float64, exact: bool
                 p.normal_(0, 1.0 if "embed" in name else p.shape[1] ** -0.5)
     for name, module in list(model.named_modules()):
         if exact and type(module).__name__.endswith("RMSNorm"):
-            model.set_submodule(name, ExactNorm(module.weight, module.variance_epsilon))
+            eps = getattr(module, "variance_epsilon", None) or module.eps
+            model.set_submodule(name, ExactNorm(module.weight, eps, float("Gemma" in kind)))
     return model
 
 

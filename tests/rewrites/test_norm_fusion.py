@@ -48,6 +48,10 @@ def layer_model():
         ("Qwen2", {}),
         ("Qwen3", {"tie_word_embeddings": True}),
         ("Mistral", {}),
+        ("Gemma", {}),
+        ("Gemma2", {}),
+        ("Gemma3", {}),
+        ("Phi3", {}),
     ],
 )
 def test_logits_are_unchanged(decoders, kind, changes):
@@ -58,11 +62,17 @@ def test_logits_are_unchanged(decoders, kind, changes):
         "name": "norm_fusion",
         "norms": 5,
         "centred": False,
-        "untied": bool(changes.get("tie_word_embeddings")),
+        "untied": bool(changes.get("tie_word_embeddings", "Gemma" in kind)),
     }
     assert decoders.difference(model, expected) < EXACT
-    for site in decoder_structure(model).norms:
-        assert (model.get_submodule(site.name).weight == 1).all(), site.name
+    for site in decoder_structure(model, plain=False).norms:
+        assert (model.get_submodule(site.name).weight == (0 if "Gemma" in kind else 1)).all(), site.name
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Phi3"])
+def test_callers_that_know_only_plain_layers_get_no_others(decoders, kind):
+    with pytest.raises(DQError, match="give a Structure"):
+        decoder_structure(decoders.decoder(kind))
 
 
 def test_norms_of_heads_stay(decoders):

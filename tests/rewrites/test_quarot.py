@@ -16,6 +16,9 @@ KINDS = [
     ("Qwen2", {}),
     ("Qwen3", {}),
     ("Mistral", {"num_key_value_heads": 1}),
+    ("Gemma", {}),
+    ("Phi3", {}),
+    ("Phi3", {"num_key_value_heads": 4}),
 ]
 
 
@@ -61,6 +64,29 @@ def test_r1_is_the_formula(decoders):
 def test_r1_wants_norms_without_weights(decoders):
     with pytest.raises(DQError, match=r"layers\.0\.input_layernorm has a weight .* run norm_fusion first"):
         rewrite(decoders.decoder(), ["r1"])
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Gemma3"])
+def test_norms_on_the_output_fix_the_stream(decoders, kind):
+    """Values can be rotated and norms before linears folded; the stream cannot."""
+    model = decoders.decoder(kind)
+    expected = decoders.logits(model)
+    rewrite(model, ["norm_fusion", "r2"])
+    assert decoders.difference(model, expected) < EXACT
+    for name in ("r1", "spinquant"):
+        with pytest.raises(DQError, match=r"post_attention_layernorm scales what attention adds .* no rotation"):
+            rewrite(model, [name], batches=[decoders.tokens()])
+    assert decoders.difference(model, expected) < EXACT
+
+
+def test_only_the_values_of_a_fused_projection_turn(decoders):
+    """Rows of Phi-3's qkv_proj: queries, keys, values."""
+    model = decoders.decoder("Phi3")
+    before = model.model.layers[0].self_attn.qkv_proj.weight.clone()
+    rewrite(model, ["r2"])
+    after = model.model.layers[0].self_attn.qkv_proj.weight
+    assert torch.equal(after[:96], before[:96]) and not torch.allclose(after[96:], before[96:])
+    torch.testing.assert_close(after[96:].norm(), before[96:].norm())
 
 
 def test_models_without_a_head_are_refused(decoders):
