@@ -23,7 +23,8 @@ def _add_recipe(p: argparse.ArgumentParser) -> None:
     p.add_argument("recipe", help="a preset (dq list recipes) or a TOML file")
     p.add_argument("--components", nargs="+", help="pipeline components; default: the denoisers")
     p.add_argument("--skip", nargs="+", default=[], metavar="PATTERN", help="linears that stay in 16 bits")
-    p.add_argument("--min-features", type=int, help="smallest side of a linear that is quantized (default 256)")
+    p.add_argument("--min-features", type=int, help="smallest side of a linear that is quantized (default 256, in "
+                   "language models 64)")  # fmt: skip
 
 
 def _add_call(p: argparse.ArgumentParser) -> None:

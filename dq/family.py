@@ -75,6 +75,7 @@ class Family:
         modulation: regexes of linears that turn the timestep embedding into scales and shifts: weight-only.
         folds: where smoothing factors can be folded into what makes the input.
         keep_outputs: True if a block may read outputs of blocks before its predecessor (skip connections).
+        min_features: the smallest side of a linear that is quantized, unless a recipe says otherwise.
         assumed: sentence printed with the plan when the family was guessed, else "".
     """
 
@@ -89,6 +90,7 @@ class Family:
     modulation: tuple[str, ...] = MODULATION
     folds: tuple[Fold, ...] = ()
     keep_outputs: bool = False
+    min_features: int = 256
     assumed: str = ""
 
     def keep_reason(self, name: str) -> str:
@@ -180,6 +182,7 @@ def detect_family(model: nn.Module) -> Family:
         blocks=tuple(f"{n}.*" for n in outer),
         inputs=inputs,
         keep_outputs=True,
+        min_features=64 if getattr(getattr(model, "config", None), "vocab_size", None) else 256,
         assumed=f"{type(model).__name__} is no known family. Assumed: repeated blocks {what}; "
         f"{len(inputs)} groups of linears sharing an input by their names; default skips by name.",
     )

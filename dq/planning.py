@@ -259,7 +259,7 @@ def _why_none(targets: dict[str, tuple[Target | None, str]], recipe: Recipe) -> 
     why = Counter(reason for _, reason in targets.values()).most_common(3)
     out = [f"of {len(targets)} linears, {c} stay 16-bit ({reason})" for reason, c in why] or ["it holds no nn.Linear"]
     if any(reason.startswith("too small") for reason, _ in why):
-        out.append(f"for tiny models lower the bound: recipe.with_(min_features=16) (now {recipe.min_features})")
+        out.append("for tiny models lower the bound: recipe.with_(min_features=16)")
     return out
 
 
@@ -308,8 +308,9 @@ def _wanted(name: str, module: nn.Linear, recipe: Recipe, family: Family, skip, 
         return None, why
     if isinstance(module, nn.Conv2d) and module.groups > 1:
         return None, f"a convolution of {module.groups} groups"
-    if min(n, k) < recipe.min_features or k % recipe.multiple:
-        return None, f"too small to quantize ({n}x{k}, bound {recipe.min_features})"
+    bound = family.min_features if recipe.min_features is None else recipe.min_features
+    if min(n, k) < bound or k % recipe.multiple:
+        return None, f"too small to quantize ({n}x{k}, bound {bound})"
     if family.is_modulation(name):
         return recipe.modulation, "" if recipe.modulation else "modulation"
     return recipe.conv if isinstance(module, nn.Conv2d) else recipe.linear, ""

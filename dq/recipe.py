@@ -138,7 +138,8 @@ class Recipe:
         linear: target of the ordinary linears.
         modulation: target of the linears that make scales and shifts from the timestep; None keeps them in 16 bits.
         rules: ordered; the first rule that matches a name wins over everything else.
-        min_features: a linear with a side smaller than this stays in 16 bits ("too small to quantize").
+        min_features: a linear with a side smaller than this stays in 16 bits ("too small to quantize"); None takes the
+            family's bound: 64 in language models, whose keys and values are narrow and many, 256 elsewhere.
         conv: target of 2-D convolutions (of one group); None keeps them in 16 bits.
         multiple: so does one whose K is not a multiple of this; 1 lets every K pass (it is padded).
     """
@@ -147,7 +148,7 @@ class Recipe:
     linear: Target
     modulation: Target | None = None
     rules: tuple[Rule, ...] = ()
-    min_features: int = 256
+    min_features: int | None = None
     multiple: int = 1
     description: str = ""
     auto: Auto | None = None
@@ -160,7 +161,7 @@ class Recipe:
         check_rewrites([(name, dict(params)) for name, params in self.rewrites])
         for rule in self.rules:
             typed(rule, Rule, "the rules of a recipe are dq.recipe.Rule values")
-        if self.min_features < 0 or self.multiple < 1:
+        if (self.min_features or 0) < 0 or self.multiple < 1:
             raise DQError(f"min_features is at least 0, multiple at least 1; got {self.min_features}, {self.multiple}")
 
     @property
@@ -225,7 +226,8 @@ class Recipe:
             out["auto"] = self.auto.to_dict()
         if self.reconstruct is not None:
             out["reconstruct"] = vars(self.reconstruct).copy()
-        return out | {"min_features": self.min_features, "multiple": self.multiple}
+        bound = {} if self.min_features is None else {"min_features": self.min_features}
+        return out | bound | {"multiple": self.multiple}
 
     @classmethod
     def load(cls, recipe: str | Path | Recipe) -> Recipe:

@@ -82,7 +82,7 @@ def test_recipes_are_values():
     recipe = Recipe.load("fp8")
     assert recipe == Recipe.load("fp8") and hash(recipe) == hash(Recipe.load("fp8"))
     assert Recipe.load(recipe) is recipe
-    assert recipe.with_(min_features=16).min_features == 16 and recipe.min_features == 256
+    assert recipe.with_(min_features=16).min_features == 16 and recipe.min_features is None
 
 
 def test_words_of_a_file(tmp_path):
@@ -154,9 +154,9 @@ MISTAKES = [
     (RULE.format("5"), r"rule_params in a QuantSpec must be tuple"),
     (RULE.format("[['grid', 'x']]"), r"'mse' takes grid as int; got 'x'"),
     (RULE.format("[['grd', 1]]"), r"'mse' takes no parameter 'grd'; did you mean 'grid'"),
-    ("min_features = 'big'\n" + BASE, r"min_features in a Recipe must be int; got 'big'"),
+    ("min_features = 'big'\n" + BASE, r"min_features in a Recipe must be int or none; got 'big'"),
     ("min_features = -3\n" + BASE, r"min_features is at least 0, multiple at least 1; got -3"),
-    ("multiple = 0\n" + BASE, r"multiple at least 1; got 256, 0"),
+    ("multiple = 0\n" + BASE, r"multiple at least 1; got None, 0"),
     ("multiple = 'a'\n" + BASE, r"multiple in a Recipe must be int"),
     (BASE.replace('"mine"', "5"), r"name in a Recipe must be str"),
     ("rules = ['a']\n" + BASE, r"a recipe rule is a table; got 'a'"),

@@ -4,7 +4,8 @@ mixtures Mixtral, Qwen2-MoE, Qwen3-MoE and gpt-oss.
 q, k, v read one normalised input, as do gate and up; o and down stand alone. The head and the embeddings stay in 16
 bits (a tied head is the embedding); q_norm and k_norm of Qwen3 and Gemma 3 are no linears. The factor of down folds
 into up, the linear half of the gated unit, that of q, k, v and of gate, up into the norm before them; not into Gemma's,
-which scale by 1 + weight. That of o stays: with grouped queries several heads read each row of v.
+which scale by 1 + weight. That of o folds into v where every head has values of its own; with grouped queries several
+heads read each row of v, and it stays. Keys and values of grouped queries are narrow: the bound on sizes is 64.
 Phi-3's qkv_proj and gate_up_proj are single linears: rows of one are what the others hold in three or two.
 Of a mixture, gate and up of every expert read the tokens sent to it; its norm is read by the router too and takes no
 factor.
@@ -31,6 +32,8 @@ def _family(
         blocks.append(path)
         inputs += [] if fused else [qkv, up]
         folds.append(Fold("rows", down, up, 2, (1,)) if fused else Fold("rows", down, up[1:]))
+        out = (f"{path}.self_attn.o_proj",)
+        folds.append(Fold("rows", out, qkv, 3, (2,)) if fused else Fold("rows", out, qkv[2:]))
         for consumers, norm in zip((qkv, up), norms, strict=False):
             folds.append(Fold("norm", consumers, (f"{path}.{norm}",)))
         for part in (f"{path}.mlp.{e}" for e in experts):
@@ -43,6 +46,7 @@ def _family(
         inputs=tuple(inputs),
         lowrank=tuple(inputs),
         folds=tuple(folds),
+        min_features=64,
     )
 
 

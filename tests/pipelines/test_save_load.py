@@ -149,12 +149,14 @@ def test_bytes_are_those_of_the_plan(tiny, preset):
     records = [tiny.flux_inputs(torch.bfloat16)] if recipe.needs_calibration else None
     report = dq.quantize(model, recipe, calibration=records, progress=False)
     memory = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    if recipe.auto is None:
+    if preset == "int8-outliers":  # the plan counts as many 16-bit channels as there may be
+        assert 0.85 * plan.bytes_after < memory <= plan.bytes_after
+    elif recipe.auto is None:
         assert memory == pytest.approx(plan.bytes_after, rel=0.02)
     else:  # a budget: never more, and what single groups leave over
         assert 0.85 * plan.bytes_after < memory <= 1.02 * plan.bytes_after
     assert report.bytes_after == memory and report.bytes_before == before
-    if recipe.auto is None:
+    if recipe.auto is None and preset != "int8-outliers":
         assert sum(x.nbytes for x in report.layers) == pytest.approx(sum(r.nbytes for r in plan.quantized), rel=0.02)
     assert memory < 0.75 * before
 
@@ -168,7 +170,10 @@ def test_bytes_on_disk_are_those_of_the_plan(tiny, saved, key):
         disk += path.stat().st_size - header
     promised = sum(r.nbytes for r in item.report.plan.rows if r.target is not None)
     other = item.report.bytes_after - sum(x.nbytes for x in item.report.layers)
-    assert disk == pytest.approx(promised + other, rel=0.02)
+    if "int8-outliers" in key:
+        assert disk == pytest.approx(item.report.bytes_after, rel=0.02) and disk <= promised + other
+    else:
+        assert disk == pytest.approx(promised + other, rel=0.02)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -56,7 +56,9 @@ def test_any_grid_can_be_trained_through(spec):
     torch.testing.assert_close(y, fake_quantize(x.detach(), QuantSpec.parse(spec)))
 
 
-@pytest.mark.parametrize(("kind", "objective"), [("Llama", "ce"), ("Llama", "kl"), ("Qwen3", "kl"), ("Phi3", "kl"), ("Gemma", "kl")])
+@pytest.mark.parametrize(
+    ("kind", "objective"), [("Llama", "ce"), ("Llama", "kl"), ("Qwen3", "kl"), ("Phi3", "kl"), ("Gemma", "kl")]
+)
 def test_loss_falls_and_the_function_stays(decoders, kind, objective):
     model = loud(decoders, kind)
     expected = decoders.logits(model)
