@@ -81,7 +81,6 @@ def test_missing_calibration_changes_nothing(llm, tiny):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-<<<<<<< HEAD
 def test_a_model_that_a_failed_try_has_rewritten_is_refused(llm, tiny):
     """Rewritten twice it would still compute the same, but quantize to something else: no second try on it."""
     model = llm.decoder()
@@ -98,12 +97,9 @@ def test_a_model_that_a_failed_try_has_rewritten_is_refused(llm, tiny):
     assert not hasattr(fresh, "dq_rewritten")
 
 
-@pytest.mark.parametrize(("kind", "match"), [("Gemma2", "no rotation of the stream passes it"), ("Olmo2", "unknown to")])
-=======
 @pytest.mark.parametrize(
     ("kind", "match"), [("Gemma2", "no rotation of the stream passes it"), ("Olmo2", "unknown to")]
 )
->>>>>>> 347d966 (Recipes w4a4-int4-spinquant, int8-outliers, int8-smooth-fold; bound on sizes by family)
 def test_other_layouts_are_refused(llm, tiny, kind, match):
     model = llm.decoder(kind)
     unchanged(model, lambda: dq.quantize(model, tiny.recipe(QUAROT[0]), progress=False), match)
