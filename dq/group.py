@@ -226,15 +226,11 @@ def _static(state: GroupState, target: Target, name: str) -> dict[str, Tensor | 
     """`input_scale`, and `input_edges` of step groups: what a layer with a static activation grid keeps of it.
 
     Raises:
-        DQError: without calibration, without timesteps, or step groups beside a transform that mixes channels (maxima
-            per step are kept per channel of the raw input).
+        DQError: without calibration, or step groups without timesteps.
     """
     if not target.step_groups:
         return {"input_scale": _input_scale(state, name)}
     state.require_stats("a static activation scale")
-    mixed = [s.name for s in state.steps if s.name != "smooth"]
-    if mixed:
-        raise DQError(f"step_groups go with no other transform than smooth, which keeps channels apart; got {mixed[0]}")
     tops = state.stat(name).absmax
     found = {s: float(apply_steps(t.to(state.weights[name])[None], state.steps).max()) for s, t in tops.items()}
     groups = StepGroups.fit(tops_by_step(found), target.step_groups, name)

@@ -16,7 +16,7 @@ from dq.linear import LinearConfig, QuantizedLinear
 from dq.plan_text import plan_lines, size_text
 from dq.recipe import Recipe, Target
 from dq.registry import DQError, suggest, typed
-from dq.transforms import TRANSFORMS
+from dq.transforms import TRANSFORMS, Planned
 
 # Nanoseconds per weight element on one CPU core pair, measured with the demo model; a GPU is far faster.
 _COST = {"rtn": 25.0, "gptq": 150.0, "smooth": 900.0, "awq": 1600.0, "lowrank": 350.0, "rotate": 15.0, "arc": 5.0}
@@ -77,12 +77,14 @@ def subset(row: PlanRow, inputs: tuple[tuple[str, ...], ...]) -> PlanRow:
     return replace(row, members=members, shapes=shapes, inputs=inputs, lowrank=lowrank)
 
 
+def _planned(shape: tuple[int, int], row: PlanRow) -> list[Planned]:
+    kinds = ((TRANSFORMS.get(name), dict(params)) for name, params in row.target.transforms)
+    return [kind.plan(shape, row.k_parts, params, row.members[0]) for kind, params in kinds]
+
+
 def planned_config(shape: tuple[int, int], row: PlanRow) -> LinearConfig:
     """The config that the transforms of this row will end in (a searched smoothing may come out as none)."""
-    found = [
-        TRANSFORMS.get(name).plan(shape, row.k_parts, dict(params), row.members[0])
-        for name, params in row.target.transforms
-    ]
+    found = _planned(shape, row)
     return LinearConfig(
         row.target.weights,
         row.target.activations,
@@ -199,10 +201,17 @@ def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) 
         raise DQError(f"nothing to quantize in {name}: " + "; ".join([*_why_none(targets, recipe), *others]))
     rows = _rows(linears, targets, family)
     other = model_bytes(model) - sum(2 * m.weight.numel() for m in linears.values())
-    others += _choices(rows, recipe)
+    others += _choices(rows, recipe) + _cut_down(rows)
     unused = [r.match for r in recipe.rules if not any(matches(n, r.match) for n in linears)]
     remarks = tuple(f"recipe rule {pattern!r} matches no linear here" for pattern in unused)
     return Plan(name, recipe, family, rows, other, (*others, *remarks))
+
+
+def _cut_down(rows: Sequence[PlanRow]) -> list[str]:
+    """Remarks about what transforms cannot give as it was asked for, with the first layer of each kind."""
+    sized = [(row, m, shape) for row in rows if row.target for m, shape in zip(row.members, row.shapes, strict=True)]
+    found = [(p.remark, m) for row, m, shape in sized for p in _planned(shape, row) if p.remark]
+    return [f"{name}: {remark}" for remark, name in dict(reversed(found)).items()]
 
 
 def _convolutions(model: nn.Module, recipe: Recipe) -> list[str]:

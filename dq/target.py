@@ -35,7 +35,7 @@ class Target:
             wants = "step_groups, from 2 to 64, go with static absmax activations such as int8/tensor"
             raise DQError(f"{wants}; got {self.step_groups} with {self.activations}")
         _check_rounding(self.rounding, self.rounding_params)
-        _check_transforms(self.transforms)
+        _check_transforms(self)
         for spec in filter(None, (self.weights, self.activations)):
             check_params(f"scale rule {spec.scale_rule!r}", find_rule(spec).choose, spec.rule_params)
         if self.weights.strategy == "token" or self.weights.global_scale == "token":
@@ -124,9 +124,9 @@ def _check_rounding(name: str, params: tuple[tuple[str, Any], ...]) -> None:
         raise DQError(f"rounding {name!r} got {dict(params)}: {complaint}")
 
 
-def _check_transforms(transforms: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]) -> None:
-    """Known, in their fixed order, each once, with parameters that they take."""
-    names = [name for name, _ in transforms]
+def _check_transforms(target: Target) -> None:
+    """Known, in their fixed order, each once, with parameters that they take and grids that they go with."""
+    names = [name for name, _ in target.transforms]
     order = [TRANSFORMS.get(name).order for name in names]
     if order != sorted(order):
         raise DQError(
@@ -137,9 +137,14 @@ def _check_transforms(transforms: tuple[tuple[str, tuple[tuple[str, Any], ...]],
     signed = [name for name in names if name in ("arc", "duquant", "rotate")]
     if "shift" in names and signed:
         raise DQError(f"shift moves the input above 0, and {signed[0]} makes both signs of it again: take one of them")
-    for name, params in transforms:
+    mixing = [name for name in names if name not in ("smooth", "awq", "lowrank")]
+    if target.step_groups and mixing:
+        apart = "maxima per step are kept per channel of the raw input, which only smooth, awq and lowrank leave apart"
+        raise DQError(f"step_groups do not go with {mixing[0]}: {apart}")
+    for name, params in target.transforms:
         check_params(f"transform {name!r}", TRANSFORMS.get(name).fit, params)
-        complaint = TRANSFORMS.get(name).check(dict(params))
+        kind = TRANSFORMS.get(name)
+        complaint = kind.check(dict(params)) or kind.grids(dict(params), target.weights, target.activations)
         if complaint:
             raise DQError(f"transform {name!r} got {dict(params)}: {complaint}")
 

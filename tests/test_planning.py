@@ -1,13 +1,14 @@
 """Plans: what they say about a model, that they are pure, that their byte counts are true, and what they refuse."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from dq.loop import quantize_model
-from dq.planning import make_plan, model_bytes
+from dq.planning import make_plan, model_bytes, planned_config
 from dq.recipe import Recipe, Rule, Target, presets
 from dq.records import Record
 from dq.registry import DQError
@@ -321,3 +322,16 @@ def test_rotations_that_do_not_fit_are_refused_by_the_plan(flux, tiny):
     target = Target.from_dict({"weights": "int8/channel", "transforms": [{"name": "rotate", "size": 1024}]})
     with pytest.raises(DQError, match=r"rotation size 1024 does not divide the input width \(64,\) of transformer_b"):
         make_plan(flux, Recipe("mine", target, min_features=16))
+
+
+def test_ranks_beyond_the_whole_are_remarked():
+    """Clipped, and the plan says so once per shape."""
+    model = nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 128))
+    target = Target.from_dict(dict(weights="int4/group16", transforms=[dict(name="lowrank", rank=24)]))
+    plan = make_plan(model, Recipe("r", target, min_features=1))
+    assert plan.remarks == tuple(
+        f"{name}: rank 24 is more than a matrix of {shape} has: 16"
+        for name, shape in (("3", "128x16"), ("1", "16x16"), ("0", "16x64"))
+    )
+    assert planned_config((16, 64), plan.rows[0]).rank == 16
+    assert not make_plan(model, Recipe("r", replace(target, transforms=(("lowrank", ()),)), min_features=1)).remarks

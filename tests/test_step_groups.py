@@ -72,7 +72,7 @@ def test_step_groups_complaints():
         data = {"weights": "int8/channel", "activations": "int8/tensor", "step_groups": 3} | bad
         with pytest.raises(DQError, match="step_groups, from 2 to 64"):
             Target.from_dict(data)
-    with pytest.raises(DQError, match="smooth, which keeps channels apart; got rotate"):
+    with pytest.raises(DQError, match="step_groups do not go with rotate: maxima per step"):
         _quantized(Denoiser(), step_groups=3, transforms=["rotate"])
     target = Target.from_dict({"weights": "int8/channel", "activations": "int8/tensor", "step_groups": 3})
     assert Target.from_dict(target.to_dict()) == target

@@ -24,12 +24,13 @@ from dq.stats import Stat
 
 class Planned(NamedTuple):
     """What a transform will leave behind, known before any work: input steps (name, params), rank of its side branch,
-    residual channels S, and whether they are dual."""
+    residual channels S, whether they are dual, and what is not as it was asked for."""
 
     steps: tuple[tuple[str, dict[str, Any]], ...] = ()
     rank: int = 0
     residual: int = 0
     dual: bool = False
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Transform:
         planned: `((N, K), parts of K, params, name) -> Planned`; default: one step of this name without parameters.
         check: `(params) -> complaint`, "" if `fit` can work with values of the right types. Asked when a recipe is
             made, long before any work.
+        grids: `(params, weights, activations) -> complaint`, "" if it goes with these grids (None: 16 bits). As early.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Transform:
     needs_gram: Callable[[dict], bool] = lambda params: False
     planned: Callable[[tuple[int, int], tuple[int, ...], dict, str], Planned] | None = None
     check: Callable[[dict], str] = lambda params: ""
+    grids: Callable[[dict, QuantSpec, QuantSpec | None], str] = lambda params, weights, activations: ""
 
     def calibrated(self, params: dict) -> bool:
         """Whether `fit` cannot work without calibration with these parameters."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from dq.registry import DQError
+from dq.spec import QuantSpec
 from dq.transforms import TRANSFORMS, GroupState, Planned, Transform
 from dq.transforms.permute import channel_amax
 from dq.transforms.permute import fit as sort_channels
@@ -69,8 +70,9 @@ def _planned(shape: tuple[int, int], parts: tuple[int, ...], params: dict, name:
     if not params.get("channels") and _misfit(shape[1], MULTIPLE):
         return Planned()
     count = params.get("channels") or auto_channels(shape[1])
-    if not 0 < count <= shape[1]:
-        raise DQError(f"{count} residual channels do not fit the input width {shape[1]} of {name}")
+    if not 0 < count <= shape[1] or shape[1] % MULTIPLE:
+        whole = f"they are at most K, and K a multiple of {MULTIPLE}; without channels such layers are left alone"
+        raise DQError(f"{count} residual channels do not fit the input width {shape[1]} of {name}: {whole}")
     return Planned((("permute", {}),), residual=count, dual=params.get("dual", False))
 
 
@@ -81,4 +83,13 @@ def _check(params: dict) -> str:
     return "" if count >= 0 and count % MULTIPLE == 0 else f"channels is a multiple of {MULTIPLE}, 0 for K/48"
 
 
-TRANSFORMS.register(Transform("arc", fit, 2, needs_stats=True, planned=_planned, check=_check))
+def _grids(params: dict, weights: QuantSpec, activations: QuantSpec | None) -> str:
+    for spec in (weights, activations):
+        if spec is None or spec.strategy != "group":
+            return f"residual channels go with weights and activations in groups along K, not {spec or '16 bits'}"
+        if params.get("channels", 0) % spec.group_size:
+            return f"channels must be whole groups of {spec}"
+    return ""
+
+
+TRANSFORMS.register(Transform("arc", fit, 2, needs_stats=True, planned=_planned, check=_check, grids=_grids))

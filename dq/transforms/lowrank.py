@@ -96,6 +96,8 @@ def _metric(state: GroupState, name: str, weighting: str) -> tuple[Tensor, Tenso
     hessian = state.hessian(name)
     if hessian is None:
         raise DQError(f"a low rank weighted by {weighting} needs calibration (layer {name})")
+    if not torch.isfinite(hessian).all():
+        raise DQError(f"{name}: the Hessian of the calibration inputs holds NaN or Inf; inputs too large to square?")
     if weighting == "hessian":
         values, vectors = torch.linalg.eigh(hessian.to(torch.float64))
         root = values.clamp(min=_floor(values)).sqrt()
@@ -161,7 +163,9 @@ def _check(params: dict) -> str:
 
 
 def _planned(shape: tuple[int, int], parts: tuple[int, ...], params: dict, name: str) -> Planned:
-    return Planned(rank=min(params.get("rank") or auto_rank(shape[1]), *shape))
+    asked, whole = params.get("rank", 0), min(shape)
+    remark = f"rank {asked} is more than a matrix of {shape[0]}x{shape[1]} has: {whole}" if asked > whole else ""
+    return Planned(rank=min(asked or auto_rank(shape[1]), whole), remark=remark)
 
 
 TRANSFORMS.register(

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import dq
 from dq.ops import pre_quantized
@@ -270,23 +271,24 @@ def test_resumed(model, tiny, tmp_path):
     [
         (dict(activations="int4/token"), "groups along K, not int4/token"),
         (dict(weights="int4/channel"), "groups along K, not int4/channel"),
-        (dict(activations=None), "groups along K, not None"),
+        (dict(activations=None), "groups along K, not 16 bits"),
         (dict(weights="fp8-block", activations="fp8-block-token"), "groups along K"),
-        (dict(weights="int4/group64", channels=16), "16 residual channels of 64 are no whole groups of int4/group64"),
+        (dict(weights="int4/group64", channels=16), "channels must be whole groups of int4/group64"),
         (dict(channels=80), "80 residual channels do not fit the input width 64 of 0"),
     ],
 )
-def test_refused(tiny, change, message):
+def test_refused(change, message):
+    """When the recipe or the plan is made, not after an hour of calibration."""
     target = recipe(change.get("channels", 16)).linear.to_dict() | change
     target = {k: v for k, v in target.items() if v is not None and k != "channels"}
     with pytest.raises(DQError, match=message):
-        tiny.layer(Recipe.from_dict(dict(name="r", linear=target)), x=loud())
+        make_plan(nn.Sequential(nn.Linear(64, 48)), Recipe.from_dict(dict(name="r", linear=target, min_features=1)))
 
 
 @pytest.mark.parametrize("k", [24, 40, 100])
-def test_widths_that_are_no_whole_groups_are_refused(tiny, k):
-    with pytest.raises(DQError, match=rf"(0: 16 residual channels of {k} are no whole groups|do not fit)"):
-        tiny.layer(recipe(16), k=k, x=loud(k=k))
+def test_widths_that_are_no_whole_groups_are_refused(k):
+    with pytest.raises(DQError, match=f"16 residual channels do not fit the input width {k} of 0: .* of 16; without"):
+        make_plan(nn.Sequential(nn.Linear(k, 48)), recipe(16).with_(min_features=1))
 
 
 def test_parameters_are_checked():

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from dq.qtensor import fake_quantize
+from dq.registry import DQError
 from dq.spec import QuantSpec
+from dq.stats import Stat
 from dq.transforms import TRANSFORMS, GroupState, Step
 from dq.transforms.lowrank import auto_rank, decompose, svd_factors
 
@@ -157,3 +159,14 @@ def test_randomized_factors_are_nearly_the_best():
         TRANSFORMS.get("lowrank").fit(state, rank=8, iterations=1, randomized=randomized)
         errors[randomized] = float(state.weights["l"].norm())
     assert errors[False] <= errors[True] <= 1.02 * errors[False]
+
+
+@pytest.mark.parametrize("weighting", ["hessian", "noise"])
+@pytest.mark.parametrize("width", [8, 64])
+def test_inputs_too_large_to_square_are_said(weighting, width):
+    """An overflow in E[x x^T]: one line, not what a decomposition makes of Inf."""
+    stat = Stat(width, name="a", want_gram=True)
+    stat.update(1e30 * torch.randn(40, width))
+    state = GroupState({"a": torch.randn(16, width)}, (("a",),), INT4, QuantSpec.parse("int4/token"), {"a": stat})
+    with pytest.raises(DQError, match="a: the Hessian of the calibration inputs holds NaN or Inf; inputs too large"):
+        TRANSFORMS.get("lowrank").fit(state, weighting=weighting)

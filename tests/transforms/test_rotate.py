@@ -290,3 +290,22 @@ def test_compiles_without_building_the_matrix_in_the_graph():
     turn = torch.compile(lambda t: rotate(t, 192, "random", 7), backend="eager", fullgraph=True)
     x = torch.randn(4, 192)
     torch.testing.assert_close(turn(x), rotate(x, 192, "random", 7))
+
+
+@pytest.mark.parametrize(
+    ("offset", "sigma", "none", "sylvester", "regular"),
+    [(3.0, 1.0, 0.133, 0.515, 0.123), (3.0, 0.3, 0.116, 0.218, 0.086), (3.0, 0.05, 0.056, 0.047, 0.059)],
+)
+def test_row_outliers(offset, sigma, none, sylvester, regular):
+    """Section 4, measured there with other random numbers: INT4 per token, K = 1024, an offset on one group of 256. A
+    same-sign row lands in one coordinate of Sylvester's matrix; in the regular one it stays as flat as it was. Where a
+    row hardly varies, Sylvester's may win."""
+    x, w = sigma * torch.randn(256, 1024), torch.randn(256, 1024)
+    x[:, :256] += offset
+    y, spec, found = x @ w.T, QuantSpec.parse("int4/token"), {}
+    for kind in ("none", "sylvester", "regular"):
+        turn = (lambda t: t) if kind == "none" else (lambda t, kind=kind: rotate(t, 256, kind))
+        found[kind] = float((quantize(turn(x), spec).dequantize() @ turn(w).T - y).norm() / y.norm())
+    for kind, expected in (("none", none), ("sylvester", sylvester), ("regular", regular)):
+        assert found[kind] == pytest.approx(expected, rel=0.35), kind
+    assert (found["regular"] < found["sylvester"]) == (sigma > 0.1)
