@@ -152,21 +152,23 @@ def _add_bench(sub) -> None:
 
 
 def _add_bench_llm(kinds) -> argparse.ArgumentParser:
-    t = kinds.add_parser("llm", help="recipes on one language model: bits, seconds, perplexity, KL divergence")
-    t.add_argument("--model", dest="source", required=True, help="folder, GGUF file or hub id")
-    t.add_argument("--text", metavar="FILE", required=True, help="UTF-8 text that scores")
+    t = kinds.add_parser("llm", help="recipes, caches and other libraries on one language model: bits, seconds, KL")
+    t.add_argument("--model", dest="source", help="folder, GGUF file or hub id")
+    t.add_argument("--text", metavar="FILE", help="UTF-8 text that scores")
     t.add_argument("--calibration", metavar="FILE", help="another text, for recipes that calibrate")
-    t.add_argument("--recipes", nargs="+", help="presets or TOML files; default: a few that compare well")
+    t.add_argument("--recipes", nargs="+", help="rows as --list prints them, presets or TOML files; default: all rows")
+    t.add_argument("--list", action="store_true", help="print the rows and stop")
     t.add_argument("--off-lattice", action="store_true", help="on a copy with the same function whose channels are in "
                    "random order: for models that were unpacked from a low-bit file")  # fmt: skip
-    t.add_argument("--windows", type=int, default=8, help="windows of --text that score (default 8)")
+    t.add_argument("--windows", type=int, default=33, help="windows of --text that score (default 33)")
     t.add_argument("--length", type=int, default=512, help="tokens of a window (default 512)")
     t.add_argument("--stride", type=int, help="tokens between windows; fewer than --length: they overlap")
     t.add_argument("--samples", type=int, default=32, help="windows that calibrate (default 32)")
     t.add_argument("--sequential", action="store_true", help="calibrate blocks on what quantized ones before them give")
     t.add_argument("--seed", type=int, default=0)
     t.add_argument("--dtype", default="fp32", help="bf16, fp16 or fp32 (default fp32)")
-    t.add_argument("--min-features", type=int, help="smallest side of a linear that is quantized (default 64)")
+    t.add_argument("--min-features", type=int, default=64, help="smallest side of a quantized linear (default 64)")
+    t.add_argument("--workers", type=int, default=1, help="processes that share the rows (default 1)")
     t.add_argument("--markdown", metavar="FILE", help="also write the table as Markdown")
     t.set_defaults(run=commands.bench_llm)
     return t

@@ -326,14 +326,9 @@ def bench_quantize(args: argparse.Namespace) -> None:
 def bench_llm(args: argparse.Namespace) -> None:
     """`dq bench llm`."""
     from dq.commands_text import bench_llm as run
-    from dq.eval.bench import llm
 
     check_reports(args)
-    title, table, result = run(args)
-    print(title, llm.text(table), sep="\n")
-    if args.markdown:
-        Path(args.markdown).write_text(f"{title}\n\n{llm.text(table, markdown=True)}", encoding="utf-8")
-    _write_json({"title": title, "rows": table, **result}, args.json)
+    run(args)
 
 
 def bench_kernels(args: argparse.Namespace) -> None:

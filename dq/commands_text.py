@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -58,53 +59,25 @@ def evaluate(args: argparse.Namespace, load: Any) -> None:
         print(f"numbers: {result.save(args.out)}")
 
 
-def bench_llm(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
-    """`dq bench llm`: title, rows and everything else of one table of recipes on one model."""
-    from dq import checks
-    from dq.eval.bench import llm
-    from dq.eval.perplexity import bits, evaluate_text
-    from dq.pipelines.api import quantize
-    from dq.pipelines.loading import load, load_tokenizer, parse_dtype, quiet_libraries
-    from dq.pipelines.text import Text, read_text
-    from dq.recipe import Recipe
+def bench_llm(args: argparse.Namespace) -> None:
+    """`dq bench llm`: one table of recipes, caches and other libraries on one model."""
+    from dq.eval.bench import llm, llm_methods
+    from dq.showcase_text import Settings
+    from dq.showcase_text import bench_llm as run
 
-    names = args.recipes or llm.RECIPES
-    llm.check_names(names)
-    recipes = {name: Recipe.load(name).with_(min_features=args.min_features or 64) for name in names}
-    words, dtype, costs = read_text(args.text), parse_dtype(args.dtype), {}
-    calibrated = any(r.needs_calibration for r in recipes.values())
-    if calibrated and args.calibration is None:
-        raise DQError("recipes that calibrate need --calibration FILE, another text than the one that scores")
-    if calibrated and Path(args.calibration).resolve() == Path(args.text).resolve():
-        raise DQError("--calibration is the text that scores: give another one, or the numbers flatter the recipes")
-    checks.device(args.device)
-    quiet_libraries()
-    tokenizer = load_tokenizer(args.source)
-    sample = None
-    if calibrated:
-        sample = Text.from_file(args.calibration, tokenizer, samples=args.samples, length=args.length, seed=args.seed)
+    if args.list:
+        print("\n".join(llm_methods.names()))
+        return
+    for word, option in (("source", "--model"), ("text", "--text")):
+        if getattr(args, word) is None:
+            raise DQError(f"dq bench llm needs {option}")
+    settings = Settings(**{f.name: getattr(args, f.name) for f in fields(Settings)})
 
-    def fresh() -> Any:
-        model = load(args.source, dtype, args.device)
-        return llm.scramble(model, args.seed) if args.off_lattice else model
+    def say(row: dict[str, Any]) -> None:
+        print(llm.text([row]).splitlines()[1], flush=True)
 
-    def candidate(name: str) -> Any:
-        def make() -> Any:
-            model = fresh()
-            report = quantize(
-                model,
-                recipes[name],
-                calibration=sample if recipes[name].needs_calibration else None,
-                sequential=args.sequential,
-                progress=False,
-            )
-            costs[name] = (bits(model), report.seconds)
-            return model
-
-        return make
-
-    result = evaluate_text({n: candidate(n) for n in recipes}, fresh(), words, tokenizer, length=args.length,
-                           stride=args.stride, limit=args.windows)  # fmt: skip
-    table = llm.rows(result, costs)
-    title = f"{Path(args.source).name}{', off the lattice' * args.off_lattice}, {args.dtype}, {Path(args.text).name}"
-    return f"{title}: {result.settings['scored_tokens']} tokens", table, result.to_dict()
+    found = run(settings, args.recipes, workers=args.workers, say=say, out=args.json)
+    print("", found["title"], llm.text(found["rows"]), sep="\n")
+    if args.markdown:
+        table = llm.text(found["rows"], markdown=True)
+        Path(args.markdown).write_text(f"{found['title']}\n\n{table}", encoding="utf-8")

@@ -109,20 +109,61 @@ def evaluate_text(
     named = candidates if isinstance(candidates, Mapping) else {"candidate": candidates}
     if not named or "reference" in named:
         raise DQError("evaluate_text takes a model or a dict name -> model, none of them called 'reference'")
-    protocol = _Protocol.of(text, tokenizer, length, stride, limit)
-    total = len(protocol.windows) * (len(named) + (reference is not None))
-    scores, base = {}, _Reference(reference)
-    with torch.no_grad(), tqdm(total=total, desc="scoring", unit="window", disable=not progress) as bar:
+    scorer = TextScorer(reference, text, tokenizer, length=length, stride=stride, limit=limit)
+    total = scorer.windows * (len(named) + (reference is not None))
+    scores = {}
+    with tqdm(total=total, desc="scoring", unit="window", disable=not progress) as bar:
         if reference is not None:
-            scores["reference"] = protocol.measure("reference", reference, _Reference(None), bar, base.keep)
+            scores["reference"] = scorer.reference_scores(bar.update)
         for name, candidate in named.items():
             model = candidate if isinstance(candidate, nn.Module) else _open(candidate, str(name))
-            if model is reference:
-                raise DQError(f"{name} is the reference itself; quantize works in place: load the reference anew")
-            scores[str(name)] = protocol.measure(str(name), model, base, bar)
+            scores[str(name)] = scorer.score(model, str(name), bar.update)
             del model
     device = None if reference is None else next(reference.parameters()).device
-    return TextResult(scores, protocol.settings(), environment.describe(device))
+    return TextResult(scores, scorer.settings(), environment.describe(device))
+
+
+class TextScorer:
+    """Scores models one by one on the same windows of a text, beside one reference; see `evaluate_text`."""
+
+    def __init__(
+        self,
+        reference: nn.Module | None,
+        text: str | Iterable[str],
+        tokenizer: Any,
+        *,
+        length: int = 2048,
+        stride: int | None = None,
+        limit: int | None = None,
+    ):
+        self._protocol = _Protocol.of(text, tokenizer, length, stride, limit)
+        self._base = _Reference(reference)
+
+    @property
+    def windows(self) -> int:
+        return len(self._protocol.windows)
+
+    def settings(self) -> dict[str, Any]:
+        """The protocol, JSON-clean."""
+        return self._protocol.settings()
+
+    @torch.no_grad()
+    def reference_scores(self, tick: Callable[[int], Any] = int) -> dict[str, TextScore]:
+        """Of the reference itself; its logits are kept for the candidates while memory allows."""
+        return self._protocol.measure("reference", self._base.model, _Reference(None), tick, self._base.keep)
+
+    @torch.no_grad()
+    def score(
+        self, model: nn.Module, name: str = "candidate", tick: Callable[[int], Any] = int
+    ) -> dict[str, TextScore]:
+        """All scores of one model; `tick(1)` after every window.
+
+        Raises:
+            DQError: the model is the reference, or gives NaN or Inf.
+        """
+        if model is self._base.model:
+            raise DQError(f"{name} is the reference itself; quantize works in place: load the reference anew")
+        return self._protocol.measure(name, model, self._base, tick)
 
 
 def _open(candidate: Any, name: str) -> nn.Module:
@@ -139,8 +180,12 @@ class _Reference:
         self.model, self._kept, self._bytes = model, {}, 0
 
     def keep(self, index: int, logits: Tensor) -> None:
-        if self._bytes + logits.nbytes <= CACHE_BYTES:
-            self._kept[index], self._bytes = logits.cpu(), self._bytes + logits.nbytes
+        room = CACHE_BYTES
+        if logits.is_cuda:  # kept where they are, in at most a quarter of what was free
+            room = (torch.cuda.mem_get_info(logits.device)[0] + self._bytes) // 4
+        if self._bytes + logits.nbytes <= room:
+            kept = logits.clone() if logits.is_cuda else logits.cpu()
+            self._kept[index], self._bytes = kept, self._bytes + logits.nbytes
 
     def logits(self, index: int, ids: Tensor) -> Tensor | None:
         if self.model is None:
@@ -184,7 +229,12 @@ class _Protocol:
         return kind | {"windows": len(self.windows), "scored_tokens": tokens}
 
     def measure(
-        self, name: str, model: nn.Module, base: _Reference, bar: Any, keep: Callable[[int, Tensor], None] | None = None
+        self,
+        name: str,
+        model: nn.Module,
+        base: _Reference,
+        tick: Callable[[int], Any],
+        keep: Callable[[int, Tensor], None] | None = None,
     ) -> dict[str, TextScore]:
         """All scores of one model."""
         check_vocabulary(self.windows, model)
@@ -194,7 +244,7 @@ class _Protocol:
             if keep is not None:
                 keep(i, logits)
             sums.append(_window(logits, base.logits(i, ids), ids, self.first(i)))
-            bar.update(1)
+            tick(1)
         found = {key: _mean([s[key] for s in sums], [int(s["tokens"]) for s in sums]) for key in sums[0]}
         nll = found.pop("nll")
         ppl = math.exp(min(nll.value, 700.0))

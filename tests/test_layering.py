@@ -26,7 +26,7 @@ ROWS = (
     ("auto", "reconstruct", "collect"),
     ("loop",),
     ("eval", "pipelines"),
-    ("showcase",),
+    ("showcase", "showcase_text"),
     ("catalogue", "commands_text", "commands_export", "commands_bench"),
     ("commands",),
     ("cli", "__init__"),

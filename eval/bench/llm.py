@@ -1,4 +1,4 @@
-"""Recipes on one language model beside each other: perplexity, KL to the 16-bit model, stored bits, seconds.
+"""One language model in many forms beside each other: the copy that is judged, a cache in the loop, the table.
 
 With `scramble` a model that was unpacked from a low-bit file is judged fairly. Its weights lie on that file's grid, and
 a recipe with the same blocks finds them again without any error. The copy computes the same function: norm weights are
@@ -8,18 +8,15 @@ are put into a random order; blocks along K no longer are the file's, outlier ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dq.registry import DQError
 from dq.rewrites import decoder_structure, rewrite
 from dq.rewrites.norm_fusion import update
 from dq.rewrites.quarot import Turn, fuse, moves
-
-RECIPES = ("w4a16", "w4a16-gptq", "int8", "fp8", "w4a4-int4-quarot-gptq", "w4a4-nvfp4", "w4a4-nvfp4-arc")
 
 
 def scramble(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -52,27 +49,46 @@ def scramble(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
-def rows(result: Any, costs: dict[str, tuple[float | None, float | None]]) -> list[dict[str, Any]]:
-    """One JSON-clean row per model: name, bits, seconds, and every score as {value, se, tokens}."""
-    out = []
-    for name, scores in result.scores.items():
-        bits, seconds = costs.get(name, (None, None))
-        row: dict[str, Any] = {"recipe": name, "bits": bits, "seconds": seconds}
-        out.append(row | {k: {"value": s.value, "se": s.se, "tokens": s.tokens} for k, s in scores.items()})
-    return out
+class Cached(nn.Module):
+    """A decoder that attends to keys and values as a cache of few bits stores them, in one call over a whole window.
+
+    Attributes:
+        caches: a function that makes an empty cache.
+        last: the cache of the newest call.
+    """
+
+    def __init__(self, model: nn.Module, caches: Callable[[], Any], keyword: str):
+        super().__init__()
+        self.model, self.caches, self.keyword, self.last = model, caches, keyword, None
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def forward(self, input_ids: Tensor, use_cache: bool = True) -> Any:
+        self.last = self.caches()
+        return self.model(input_ids=input_ids, use_cache=True, **{self.keyword: self.last})
+
+
+def row(name: str, scores: Mapping[str, Any], **costs: Any) -> dict[str, Any]:
+    """One JSON-clean row of the table: every score as {value, se, tokens}, and bits, MB, seconds or `failed`."""
+    base = {"recipe": name, "bits": None, "mb": None, "seconds": None} | costs
+    return base | {k: {"value": s.value, "se": s.se, "tokens": s.tokens} for k, s in scores.items()}
 
 
 def text(table: Iterable[dict[str, Any]], markdown: bool = False) -> str:
-    """The rows as a table; scores as value ± standard error."""
+    """The rows as a table; scores as value ± standard error, of what failed the reason."""
     table = list(table)
     scores = list(dict.fromkeys(k for row in table for k, v in row.items() if isinstance(v, dict)))
-    lines = [["recipe", "bits", "seconds", *scores]]
-    lines += [[r["recipe"], _number(r["bits"], 2), _number(r["seconds"], 0), *(_score(r.get(k)) for k in scores)]
-              for r in table]  # fmt: skip
+    lines = [["recipe", "bits", "MB", "seconds", *scores]]
+    for r in table:
+        cells = [_score(r.get(k)) for k in scores]
+        if r.get("failed"):
+            cells = [r["failed"], *cells[1:]]
+        lines.append([r["recipe"], _number(r["bits"], 2), _number(r["mb"], 1), _number(r["seconds"], 0), *cells])
     if markdown:
         head, *body = ["| " + " | ".join(line) + " |" for line in lines]
         return "\n".join([head, "|" + "---|" * len(lines[0]), *body]) + "\n"
-    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    wide = [max(len(c) for c in column if len(c) < 30) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, wide)).rstrip() for line in lines)
 
 
@@ -84,10 +100,3 @@ def _score(score: dict[str, Any] | None) -> str:
     if score is None:
         return "-"
     return f"{score['value']:.4g}" + ("" if score["se"] is None else f" ±{score['se']:.2g}")
-
-
-def check_names(recipes: Sequence[str]) -> None:
-    """Raises DQError if one stands twice: rows are found by their names."""
-    for name in recipes:
-        if list(recipes).count(name) > 1:
-            raise DQError(f"recipe {name} is named twice")

@@ -66,7 +66,7 @@ def test_bench(dq_, folder, texts, tmp_path, extra):
     )  # fmt: skip
     assert status == 0, err
     rows = {r["recipe"]: r for r in json.loads(path.read_text())["rows"]}
-    assert list(rows) == ["reference", "int8", "w4a16-gptq"] and rows["reference"]["bits"] is None
+    assert list(rows) == ["16-bit", "int8", "w4a16-gptq"] and rows["16-bit"]["bits"] == 16
     assert 8 < rows["int8"]["bits"] < 9 and 4 < rows["w4a16-gptq"]["bits"] < 6
     assert rows["int8"]["kl[32]"]["value"] < rows["w4a16-gptq"]["kl[32]"]["value"]
     assert "93 tokens" in said and ("off the lattice" in said) == bool(extra) and "| int8 |" in table.read_text()

@@ -1,0 +1,212 @@
+"""`dq bench llm`: one language model quantized by every recipe, cache and library of a table, scored on one text."""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dq import checks
+from dq.eval import environment
+from dq.eval.bench import llm, llm_methods, llm_peers
+from dq.eval.perplexity import TextScorer, bits
+from dq.linear import layer_info
+from dq.pipelines.api import quantize
+from dq.pipelines.kv_cache import KVCache, cache_argument
+from dq.pipelines.loading import load, load_tokenizer, parse_dtype, quiet_libraries
+from dq.pipelines.text import Text, read_text
+from dq.recipe import Recipe
+from dq.registry import DQError
+
+REFERENCE = "16-bit"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a table; all rows share them.
+
+    Attributes:
+        source: folder, GGUF file or hub id of the model.
+        text, calibration: files: what scores, and what calibrates.
+        windows, length, stride: of the text that scores; see `evaluate_text`.
+        samples: windows that calibrate.
+        off_lattice: judge the copy that `llm.scramble` makes.
+        min_features: a linear with a smaller side stays in 16 bits, and is not counted.
+        sequential: calibrate every block on what the quantized ones before it give.
+    """
+
+    source: str
+    text: str
+    calibration: str | None = None
+    windows: int = 33
+    length: int = 512
+    stride: int | None = None
+    samples: int = 32
+    seed: int = 0
+    off_lattice: bool = False
+    dtype: str = "fp32"
+    device: str | None = None
+    min_features: int = 64
+    sequential: bool = False
+
+    def recipes(self, names: Sequence[str]) -> dict[str, Recipe | None]:
+        """Of every row.
+
+        Raises:
+            DQError: an unknown name, one that stands twice, or no text for those that calibrate, before anything runs.
+        """
+        llm_methods.check_names(names)
+        found = {n: llm_methods.recipe(n) for n in names}
+        found = {n: r and r.with_(min_features=self.min_features) for n, r in found.items()}
+        calibrated = any(r is not None and r.needs_calibration for r in found.values())
+        if (calibrated or set(names) & set(llm_peers.PEERS)) and self.calibration is None:
+            raise DQError("recipes that calibrate need --calibration FILE, another text than the one that scores")
+        if self.calibration is not None and Path(self.calibration).resolve() == Path(self.text).resolve():
+            raise DQError("--calibration is the text that scores: give another one, or the numbers flatter the recipes")
+        checks.device(self.device)
+        parse_dtype(self.dtype)
+        return found
+
+    def title(self) -> str:
+        name = f"{Path(self.source).name}{', off the lattice' * self.off_lattice}, {self.dtype}"
+        return f"{name}, {Path(self.text).name}"
+
+
+class Table:
+    """The model, the text and the 16-bit scores: what all rows need, loaded once."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        quiet_libraries()
+        words, tokenizer = read_text(settings.text), load_tokenizer(settings.source)
+        self.model = load(settings.source, parse_dtype(settings.dtype), settings.device)
+        if settings.off_lattice:
+            llm.scramble(self.model, settings.seed)
+        self.model.requires_grad_(False).eval()
+        self.text = None
+        if settings.calibration is not None:
+            self.text = Text.from_file(
+                settings.calibration, tokenizer, samples=settings.samples, length=settings.length, seed=settings.seed
+            )
+        self.scorer = TextScorer(
+            self.model, words, tokenizer, length=settings.length, stride=settings.stride, limit=settings.windows
+        )
+        self.reference = self.scorer.reference_scores()
+
+    def fresh(self) -> nn.Module:
+        return copy.deepcopy(self.model)
+
+    def base(self) -> dict[str, Any]:
+        """The row of the 16-bit model."""
+        size = 2 * llm_peers.elements(self.model)
+        return llm.row(REFERENCE, self.reference, bits=16.0, mb=size / 1e6)
+
+    def row(self, name: str, recipe: Recipe | None) -> dict[str, Any]:
+        """Any other row; of one that cannot run, the reason."""
+        try:
+            if recipe is not None:
+                return self._own(name, recipe)
+            return self._cache(name) if name in llm_methods.CACHES else self._peer(name)
+        except Exception as error:  # another library may raise anything; the other rows go on
+            kind = "" if isinstance(error, DQError) else f"{type(error).__name__}: "
+            return llm.row(name, {}, failed=kind + checks.line(error, 100))
+
+    def _own(self, name: str, recipe: Recipe) -> dict[str, Any]:
+        model, s = self.fresh(), self.settings
+        report = quantize(
+            model,
+            recipe,
+            calibration=self.text if recipe.needs_calibration else None,
+            sequential=s.sequential and recipe.needs_calibration,
+            activations="faithful",  # of every figure of accuracy: the recipe's own grid
+            progress=False,
+        )
+        size = sum(x.nbytes for x in layer_info(model))
+        return llm.row(name, self.scorer.score(model, name), bits=bits(model), mb=size / 1e6, seconds=report.seconds)
+
+    def _cache(self, name: str) -> dict[str, Any]:
+        make = partial(KVCache, llm_methods.CACHES[name], self.model.config, exact=False)
+        model = llm.Cached(self.model, make, cache_argument(self.model))
+        scores = self.scorer.score(model, name)
+        return llm.row(name, scores, bits=model.last.bits_per_value, mb=model.last.nbytes / 1e6)
+
+    def _peer(self, name: str) -> dict[str, Any]:
+        model, device, start = self.fresh(), next(self.model.parameters()).device, time.perf_counter()
+        weights = llm_peers.elements(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            size = llm_peers.quantize(name, model, [ids[None].to(device) for ids in self.text.ids])
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds = time.perf_counter() - start
+            scores = self.scorer.score(model, name)
+        return llm.row(name, scores, bits=8 * size / weights, mb=size / 1e6, seconds=seconds)
+
+
+_TABLE: Table | None = None  # of a worker process
+
+
+def _begin(settings: Settings) -> None:
+    global _TABLE
+    torch.set_num_threads(1)
+    _TABLE = Table(settings)
+
+
+def _row(item: tuple[str, Recipe | None]) -> dict[str, Any]:
+    return _TABLE.row(*item)
+
+
+def bench_llm(
+    settings: Settings,
+    names: Sequence[str] | None = None,
+    *,
+    workers: int = 1,
+    say: Callable[[dict[str, Any]], None] = lambda row: None,
+    out: str | None = None,
+) -> dict[str, Any]:
+    """The table as a JSON-clean dict: title, rows, settings, environment.
+
+    Args:
+        names: rows, presets or TOML files; None for all rows.
+        workers: processes that work on rows beside each other; more than one make every row's seconds longer.
+        say: is given every row as soon as it is there.
+        out: a file that holds all rows so far, written anew after each: an interruption loses only those at work.
+
+    Raises:
+        DQError: as `Settings.recipes`; a model or text that does not load.
+    """
+    recipes = settings.recipes(llm_methods.names() if names is None else names)
+    table = Table(settings)
+    found = {"title": "", "rows": [], "settings": asdict(settings) | table.scorer.settings() | {"workers": workers}}
+    device = next(table.model.parameters()).device
+    found["environment"] = environment.describe(device)
+    found["title"] = f"{settings.title()}: {found['settings']['scored_tokens']} tokens"
+    for row in _rows(table, recipes, workers):
+        found["rows"].append(row)
+        say(row)
+        if out is not None:
+            Path(out).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    order = [REFERENCE, *recipes]
+    found["rows"].sort(key=lambda row: order.index(row["recipe"]))
+    return found
+
+
+def _rows(table: Table, recipes: dict[str, Recipe | None], workers: int) -> Iterator[dict[str, Any]]:
+    """All rows, the 16-bit model first, the others as they are ready."""
+    yield table.base()
+    if workers == 1:
+        yield from (table.row(*item) for item in recipes.items())
+        return
+    context = multiprocessing.get_context("spawn")  # CUDA allows no other
+    with context.Pool(workers, _begin, (table.settings,), maxtasksperchild=None) as pool:
+        yield from pool.imap_unordered(_row, recipes.items(), chunksize=1)

@@ -1,0 +1,102 @@
+"""The methods of the field on a language model: recipes and caches, one row each of `dq bench llm`.
+
+Weights are quantized in all linears of the decoder's blocks; embeddings and the output projection stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dq.eval.bench import llm_peers
+from dq.recipe import PRESETS, Recipe
+from dq.registry import DQError, suggest
+
+_INT = {"weights": "int4/channel@mse", "activations": "int4/token"}
+_NV = {"weights": "nvfp4", "activations": "nvfp4-token"}
+_FIT = {"weights": "nvfp4@weighted_sweep", "activations": "nvfp4-token"}
+_SMOOTH, _R4 = {"name": "smooth", "search": True}, {"name": "rotate", "kind": "sylvester", "size": -1}
+_DUAL = {"name": "arc", "channels": 32, "dual": True}
+
+
+def _spin(weights: str) -> list[dict[str, Any]]:
+    return [{"name": "spinquant", "weights": weights, "activations": "int4/token", "online": True}]
+
+
+def _down(section: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rule of QuaRot and SpinQuant for the last linear of an MLP: rotated at run time."""
+    return [{"match": "mlp.down_proj", "transforms": [_R4], **section}]
+
+
+_SPUN = _INT | {"weights": "int4/channel@imatrix", "rounding": "gptq"}
+
+# Row -> the name of a preset, or the tables of a recipe.
+METHODS: dict[str, str | dict[str, Any]] = {
+    "W8A8 INT8": "int8",
+    "W8A8 INT8, smoothed": "int8-smooth",
+    "W8A8 FP8": "fp8",
+    "W4A16 RTN": "w4a16",
+    "W4A16 GPTQ": "w4a16-gptq",
+    "W4A16 AWQ": {"linear": {"weights": "uint4/group64@awq", "transforms": ["awq"]}},
+    "W4A4 INT4 RTN": "w4a4-int4",
+    "W4A4 INT4 QuaRot": "w4a4-int4-quarot",
+    "W4A4 INT4 QuaRot + GPTQ": "w4a4-int4-quarot-gptq",
+    "W4A4 INT4 SpinQuant": {"linear": _INT, "rewrites": _spin("int4/channel"), "rules": _down(_INT)},
+    "W4A4 INT4 SpinQuant + GPTQ": {"linear": _SPUN, "rewrites": _spin(""), "rules": _down(_SPUN)},
+    "W4A4 NVFP4 RTN": "w4a4-nvfp4",
+    "W4A4 NVFP4 4over6": {"linear": {"weights": "nvfp4@4over6", "activations": "nvfp4-token@4over6"}},
+    "W4A4 NVFP4 sweep": {"linear": {"weights": "nvfp4@sweep", "activations": "nvfp4-token"}},
+    "W4A4 NVFP4 GPTQ": {"linear": _FIT | {"rounding": "gptq"}},
+    "W4A4 NVFP4 SVDQuant + GPTQ": {
+        "linear": _FIT | {"transforms": [_SMOOTH, {"name": "lowrank", "rank": 32}], "rounding": "gptq"}
+    },
+    "W4A4 NVFP4 ARC as published": {"linear": _NV | {"transforms": [{"name": "arc", "channels": 64}]}},
+    "W4A4 NVFP4 dual ARC": {"linear": _FIT | {"transforms": [_DUAL], "rounding": "gptq"}},
+    "W4A4 NVFP4 dual ARC + SVD": {
+        "linear": _FIT | {"transforms": ["smooth", _DUAL, {"name": "lowrank", "rank": 32}], "rounding": "gptq"}
+    },
+    "W4A4 NVFP4 w4a4-nvfp4-arc": "w4a4-nvfp4-arc",
+    "W4A4 w4a4-auto": "w4a4-auto",
+    "W4A8 NVFP4, FP8": "w4a8",
+}
+CACHES = {
+    "KV8 FP8": "fp8",
+    "KV8 INT8": "int8",
+    "KV4 INT4 KIVI": "int4-kivi",
+    "KV4 INT4 QuaRot": "int4-quarot",
+    "KV4 NVFP4": "nvfp4",
+    "KV2 INT2 KIVI": "int2-kivi",
+}
+
+
+def names() -> list[str]:
+    """All rows, in the order of the table; "16-bit" first."""
+    return [*METHODS, *CACHES, *llm_peers.PEERS]
+
+
+def recipe(name: str) -> Recipe | None:
+    """The recipe of a row; None for a cache or another library.
+
+    Args:
+        name: of a row, a preset, or a TOML file.
+
+    Raises:
+        DQError: unknown (near names are suggested).
+    """
+    found = METHODS.get(name)
+    if isinstance(found, dict):
+        return Recipe.from_dict({"name": name} | found)
+    if name in CACHES or name in llm_peers.PEERS:
+        return None
+    if found is None and Path(name).suffix != ".toml" and not (PRESETS / f"{name}.toml").is_file():
+        near = suggest(name, [*names(), *(p.stem for p in PRESETS.glob("*.toml"))])
+        raise DQError(f"unknown recipe {name!r}{near}; dq bench llm --list shows all rows")
+    return Recipe.load(found or name)
+
+
+def check_names(wanted: Sequence[str]) -> None:
+    """Raises DQError if one stands twice: rows are found by their names."""
+    for name in wanted:
+        if list(wanted).count(name) > 1:
+            raise DQError(f"recipe {name} is named twice")
