@@ -145,8 +145,8 @@ def _add_bench(sub) -> None:
     r.add_argument("--divide", type=int, default=1, help="every size by this, for a quick look or a CPU (default 1)")
     r.add_argument("--repeat", type=int, default=20, help="timed replays, the median counts (default 20)")
     r.set_defaults(run=commands.bench_kernels)
-    t = _add_bench_llm(kinds)
-    for one in (p, q, r, t, *commands_bench.add(kinds)):
+    t, g = _add_bench_llm(kinds), _add_bench_generation(kinds)
+    for one in (p, q, r, t, g, *commands_bench.add(kinds)):
         one.add_argument("--device", help="cuda or cpu")
         one.add_argument("--json", metavar="FILE", help="also write the numbers and all versions as JSON")
 
@@ -172,6 +172,18 @@ def _add_bench_llm(kinds) -> argparse.ArgumentParser:
     t.add_argument("--markdown", metavar="FILE", help="also write the table as Markdown")
     t.set_defaults(run=commands.bench_llm)
     return t
+
+
+def _add_bench_generation(kinds) -> argparse.ArgumentParser:
+    g = kinds.add_parser("generation", help="time to the first token and per token of a decoder with random weights")
+    g.add_argument("--shape", default="llama-3.1-8b", help="llama-3.1-8b, llama-3.2-1b, qwen3-8b or a folder with a "
+                   "config.json (default llama-3.1-8b)")  # fmt: skip
+    g.add_argument("--recipes", nargs="+", help="data-free ones (default bf16 fp8 w4a16 w4a4-nvfp4 w4a4-int4)")
+    g.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt (default 2048)")
+    g.add_argument("--tokens", type=int, default=64, help="timed steps behind it (default 64)")
+    g.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
+    g.set_defaults(run=commands.bench_generation)
+    return g
 
 
 def main(argv: Sequence[str] | None = None) -> int:

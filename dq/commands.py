@@ -331,6 +331,14 @@ def bench_llm(args: argparse.Namespace) -> None:
     run(args)
 
 
+def bench_generation(args: argparse.Namespace) -> None:
+    """`dq bench generation`."""
+    from dq.commands_text import bench_generation as run
+
+    _check_reports(args)
+    run(args)
+
+
 def bench_kernels(args: argparse.Namespace) -> None:
     """`dq bench kernels`."""
     from dq import checks

@@ -81,3 +81,17 @@ def bench_llm(args: argparse.Namespace) -> None:
     if args.markdown:
         table = llm.text(found["rows"], markdown=True)
         Path(args.markdown).write_text(f"{found['title']}\n\n{table}", encoding="utf-8")
+
+
+def bench_generation(args: argparse.Namespace) -> None:
+    """`dq bench generation`: tokens per second of a decoder with random weights."""
+    from dq.eval.bench import generation
+    from dq.showcase_speed import RECIPES
+    from dq.showcase_speed import bench_generation as run
+
+    found = run(
+        args.shape, args.recipes or RECIPES, prompt=args.prompt, tokens=args.tokens, batch=args.batch,
+        device=args.device, say=lambda row: print(row["engine"], f"{row['decode']:.1f} tokens/s", flush=True),
+        out=args.json,
+    )  # fmt: skip
+    print(f"{args.shape}, prompt {args.prompt}, batch {args.batch}", generation.text(found["rows"]), sep="\n")

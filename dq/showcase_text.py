@@ -138,7 +138,8 @@ class Table:
         make = partial(KVCache, llm_methods.CACHES[name], self.model.config, exact=False)
         model = llm.Cached(self.model, make, cache_argument(self.model))
         scores = self.scorer.score(model, name)
-        return llm.row(name, scores, bits=model.last.bits_per_value, mb=model.last.nbytes / 1e6)
+        bits_, size = llm.cache_cost(model.last)
+        return llm.row(name, scores, bits=bits_, mb=size / 1e6)
 
     def _peer(self, name: str) -> dict[str, Any]:
         model, device, start = self.fresh(), next(self.model.parameters()).device, time.perf_counter()
@@ -208,5 +209,6 @@ def _rows(table: Table, recipes: dict[str, Recipe | None], workers: int) -> Iter
         yield from (table.row(*item) for item in recipes.items())
         return
     context = multiprocessing.get_context("spawn")  # CUDA allows no other
-    with context.Pool(workers, _begin, (table.settings,), maxtasksperchild=None) as pool:
-        yield from pool.imap_unordered(_row, recipes.items(), chunksize=1)
+    slowest = list(reversed(recipes.items()))  # first, so that none is left alone at the end
+    with context.Pool(workers, _begin, (table.settings,)) as pool:
+        yield from pool.imap_unordered(_row, slowest, chunksize=1)

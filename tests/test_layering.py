@@ -26,7 +26,7 @@ ROWS = (
     ("auto", "reconstruct", "collect"),
     ("loop",),
     ("eval", "pipelines"),
-    ("showcase", "showcase_text"),
+    ("showcase", "showcase_text", "showcase_speed"),
     ("catalogue", "commands_text", "commands_export", "commands_bench"),
     ("commands",),
     ("cli", "__init__"),

@@ -13,7 +13,7 @@ METHODS = ("dq/auto.py", "dq/folding.py", "dq/reconstruct.py")
 # What stands around numbers and algorithms: the command line, and the checks of what callers hand in.
 COMMAND_LINE = (
     *("dq/cli.py", "dq/commands.py", "dq/commands_text.py", "dq/commands_export.py", "dq/commands_bench.py"),
-    *("dq/showcase.py", "dq/showcase_text.py", "dq/catalogue.py", "dq/checks.py"),
+    *("dq/showcase.py", "dq/showcase_text.py", "dq/showcase_speed.py", "dq/catalogue.py", "dq/checks.py"),
 )
 DEPTH = 2
 

@@ -49,6 +49,9 @@ def scramble(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+WIDE = 40  # characters of a cell that others are not made as wide as
+
+
 class Cached(nn.Module):
     """A decoder that attends to keys and values as a cache of few bits stores them, in one call over a whole window.
 
@@ -69,6 +72,14 @@ class Cached(nn.Module):
         return self.model(input_ids=input_ids, use_cache=True, **{self.keyword: self.last})
 
 
+def cache_cost(cache: Any) -> tuple[float, int]:
+    """(bits per value, bytes) of a `KVCache`; what its window holds in full counts as 16 bits."""
+    sides = [side for layer in cache.layers for side in layer.sides]
+    recent = [s.recent for s in sides if s.recent is not None]
+    size = cache.nbytes - sum(t.numel() * (t.element_size() - 2) for t in recent)
+    return 8 * size / max(1, sum(layer.values_held() for layer in cache.layers)), size
+
+
 def row(name: str, scores: Mapping[str, Any], **costs: Any) -> dict[str, Any]:
     """One JSON-clean row of the table: every score as {value, se, tokens}, and bits, MB, seconds or `failed`."""
     base = {"recipe": name, "bits": None, "mb": None, "seconds": None} | costs
@@ -81,14 +92,13 @@ def text(table: Iterable[dict[str, Any]], markdown: bool = False) -> str:
     scores = list(dict.fromkeys(k for row in table for k, v in row.items() if isinstance(v, dict)))
     lines = [["recipe", "bits", "MB", "seconds", *scores]]
     for r in table:
-        cells = [_score(r.get(k)) for k in scores]
-        if r.get("failed"):
-            cells = [r["failed"], *cells[1:]]
-        lines.append([r["recipe"], _number(r["bits"], 2), _number(r["mb"], 1), _number(r["seconds"], 0), *cells])
+        name = f"{r['recipe']}: {r['failed']}" if r.get("failed") else r["recipe"]
+        costs = (_number(r["bits"], 2), _number(r["mb"], 1), _number(r["seconds"], 0))
+        lines.append([name, *costs, *(_score(r.get(k)) for k in scores)])
     if markdown:
         head, *body = ["| " + " | ".join(line) + " |" for line in lines]
         return "\n".join([head, "|" + "---|" * len(lines[0]), *body]) + "\n"
-    wide = [max(len(c) for c in column if len(c) < 30) for column in zip(*lines, strict=True)]
+    wide = [max(len(c) for c in column if len(c) < WIDE or len(column) == 2) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, wide)).rstrip() for line in lines)
 
 
