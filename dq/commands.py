@@ -335,7 +335,7 @@ def bench_generation(args: argparse.Namespace) -> None:
     """`dq bench generation`."""
     from dq.commands_text import bench_generation as run
 
-    _check_reports(args)
+    check_reports(args)
     run(args)
 
 

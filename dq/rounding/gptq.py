@@ -11,7 +11,10 @@ knows the executed input is our own, after GPTAQ (arXiv 2504.02692).
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +23,18 @@ from dq.columns import code_steps
 from dq.qtensor import QTensor, Scales, choose_scale, encode
 from dq.registry import DQError
 from dq.rounding import ROUNDINGS, Job, Rounding
+from dq.spec import Format
 
 BLOCK = 128
 DAMPS = 3  # escalations, by 10 each, before giving up
+
+
+class _Grid(NamedTuple):
+    """One code step at every element [N, n] of some columns, and zero points in code steps or None."""
+
+    step: Tensor
+    zero: Tensor | None
+    fmt: Format
 
 
 @dataclass
@@ -40,12 +52,16 @@ class _Stage:
         step, zero = code_steps(scales, job.spec, tuple(weight.shape))
         return cls(job, scales, step, zero)
 
-    def round(self, column: Tensor, j: int) -> Tensor:
-        step, fmt = self.step[:, j], self.job.spec.fmt
-        if self.zero is None:
-            return fmt.round(column / step) * step
-        zero = self.zero[:, j]
-        return ((torch.round(column / step) + zero).clamp(fmt.min, fmt.max) - zero) * step
+    def at(self, columns: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Step and zero point of these columns, [N, n] each."""
+        zero = None if self.zero is None else self.zero[:, columns].contiguous()
+        return self.step[:, columns].contiguous(), zero
+
+
+def _round(column: Tensor, step: Tensor, zero: Tensor | None, fmt: Format) -> Tensor:
+    if zero is None:
+        return fmt.round(column / step) * step
+    return ((torch.round(column / step) + zero).clamp(fmt.min, fmt.max) - zero) * step
 
 
 def executed_target(weight: Tensor, hessian: Tensor, gain: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,6 +95,72 @@ def inverse_factor(hessian: Tensor, damp: float, name: str) -> Tensor | None:
     return None
 
 
+def _block(
+    work: Tensor, u: Tensor, first: _Grid, second: _Grid | None, kept: Sequence[bool] | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One block of columns, `work` [N, b] in visiting order, changed in place.
+
+    Args:
+        second: the grid of what the first one lost.
+        kept: which columns have it; None asks `mask` [b], so that the work is the same for every answer.
+
+    Returns:
+        first-stage values, second-stage values (0 where there is none) and errors, [N, b] each.
+    """
+    main, errors = torch.empty_like(work), torch.empty_like(work)
+    rest = torch.zeros_like(work)
+    for i in range(work.shape[1]):
+        column = work[:, i]
+        q = _round(column, first.step[:, i], None if first.zero is None else first.zero[:, i], first.fmt)
+        main[:, i] = q
+        if second is not None and (kept is None or kept[i]):
+            zero = None if second.zero is None else second.zero[:, i]
+            more = _round(column - q, second.step[:, i], zero, second.fmt)
+            rest[:, i] = more if mask is None else torch.where(mask[i], more, 0.0)
+            q = q + rest[:, i]
+        error = (column - q) / u[i, i]
+        work[:, i:] -= error[:, None] * u[i, i:]
+        errors[:, i] = error
+    return main, rest, errors
+
+
+class _Captured:
+    """`_block` as a CUDA graph: thousands of launches of a few rows each, which otherwise wait for Python."""
+
+    def __init__(self, rows: int, width: int, device: torch.device, kinds: tuple[tuple[Format, bool], ...]):
+        def empty(*size: int) -> Tensor:
+            return torch.ones(size, device=device)
+
+        self.work, self.u = empty(rows, width), torch.eye(width, device=device)
+        self.mask = torch.zeros(width, dtype=torch.bool, device=device)
+        self.grids = [_Grid(empty(rows, width), empty(rows, width) if zero else None, fmt) for fmt, zero in kinds]
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            self._run()
+        torch.cuda.current_stream(device).wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.results = self._run()
+
+    def _run(self) -> tuple[Tensor, Tensor, Tensor]:
+        return _block(self.work, self.u, self.grids[0], self.grids[1] if len(self.grids) > 1 else None, None, self.mask)
+
+    def __call__(self, work: Tensor, u: Tensor, grids: Sequence[_Grid], kept: Sequence[bool]) -> tuple[Tensor, ...]:
+        self.work.copy_(work)
+        self.u.copy_(u)
+        self.mask.copy_(torch.tensor(kept))
+        for mine, other in zip(self.grids, grids, strict=True):
+            mine.step.copy_(other.step)
+            if mine.zero is not None:
+                mine.zero.copy_(other.zero)
+        self.graph.replay()
+        return tuple(t.clone() for t in self.results)
+
+
+_captured = lru_cache(maxsize=32)(_Captured)
+
+
 def _sweep(weight: Tensor, upper: Tensor, order: Tensor, stages: list[_Stage], split: int) -> tuple[Tensor, Tensor]:
     """The loop. Columns arrive in visiting order; `order[i]` is the natural column of position i.
 
@@ -86,25 +168,22 @@ def _sweep(weight: Tensor, upper: Tensor, order: Tensor, stages: list[_Stage], s
         first-stage values [N, K] and second-stage values [N, K - split], in natural order.
     """
     main, work = torch.empty_like(weight), weight
-    rest = weight.new_zeros(weight.shape[0], weight.shape[1] - split)
-    natural = order.tolist()
+    rest, natural = torch.zeros_like(weight), order.tolist()
     for start in range(0, len(natural), BLOCK):
         stop = min(start + BLOCK, len(natural))
-        block, errors = work[:, start:stop].clone(), torch.empty_like(work[:, start:stop])
-        u = upper[start:stop, start:stop]
-        for i in range(stop - start):
-            j, column = natural[start + i], block[:, i]
-            q = stages[0].round(column, j)
-            main[:, j] = q
-            if len(stages) > 1 and j >= split:
-                second = stages[1].round(column - q, j - split)
-                rest[:, j - split] = second
-                q = q + second
-            error = (column - q) / u[i, i]
-            block[:, i:] -= error[:, None] * u[i, i:]
-            errors[:, i] = error
+        at, kept = order[start:stop], [j >= split for j in natural[start:stop]]
+        grids = [_Grid(*stages[0].at(at), stages[0].job.spec.fmt)]
+        if len(stages) > 1:
+            grids.append(_Grid(*stages[1].at((at - split).clamp(min=0)), stages[1].job.spec.fmt))
+        block, u = work[:, start:stop], upper[start:stop, start:stop]
+        if weight.is_cuda:
+            kinds = tuple((g.fmt, g.zero is not None) for g in grids)
+            found = _captured(weight.shape[0], stop - start, weight.device, kinds)(block, u, grids, kept)
+        else:
+            found = _block(block.clone(), u, grids[0], grids[1] if len(grids) > 1 else None, kept, None)
+        main[:, at], rest[:, at], errors = found
         work[:, stop:] -= errors @ upper[start:stop, stop:]
-    return main, rest
+    return main, rest[:, split:]
 
 
 def gptq(job: Job, damp: float = 0.01, order: bool = True, executed: bool = False) -> tuple[QTensor, QTensor | None]:

@@ -105,3 +105,42 @@ def test_an_unused_text_is_said(dq_, folder, texts, tmp_path):
     )  # fmt: skip
     assert status == 0, err
     assert "--text is not used" in said
+
+
+def test_bench_of_caches_files_and_other_libraries(dq_, folder, texts, tmp_path, monkeypatch):
+    """A cache and a file are rows like any other, and a library that is not there is a row with the reason."""
+    from dq.eval.bench import llm_peers
+
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('name = "mine"\n[linear]\nweights = "int8/channel"\n')
+    monkeypatch.setitem(llm_peers.PEERS, "other W8A8", ("no_such_library", llm_peers.torchao(lambda ao: None)))
+    path = tmp_path / "x.json"
+    status, said, err = dq_(
+        "bench", "llm", "--model", folder, "--text", texts / "score.txt", "--calibration", texts / "calib.txt",
+        "--recipes", "KV8 INT8", "KV4 INT4 QuaRot", recipe, "other W8A8", "--windows", 2, "--length", 64,
+        "--samples", 2, "--min-features", 16, "--device", "cpu", "--json", path,
+    )  # fmt: skip
+    assert status == 0, err
+    rows = {r["recipe"]: r for r in json.loads(path.read_text())["rows"]}
+    assert rows["other W8A8"]["failed"] == "not installed" and "other W8A8: not installed" in said
+    assert 8 < rows["KV8 INT8"]["bits"] < 11 and 4 < rows["KV4 INT4 QuaRot"]["bits"] < 7
+    assert 0 < rows["KV8 INT8"]["kl[64]"]["value"] < rows["KV4 INT4 QuaRot"]["kl[64]"]["value"]
+    assert 8 < rows[str(recipe)]["bits"] < 10
+    assert dq_("bench", "llm", "--list")[1].splitlines()[0] == "W8A8 INT8"
+
+
+def test_every_row_is_a_recipe():
+    from dq.eval.bench import llm_methods
+
+    rows = llm_methods.names()
+    assert len(set(rows)) == len(rows) > 40
+    for name in llm_methods.METHODS:
+        assert llm_methods.recipe(name) is not None
+
+
+def test_bytes_that_other_libraries_hold():
+    from dq.eval.bench.llm_peers import elements, held, stored
+
+    layer, other = (torch.nn.Linear(8, 4, dtype=torch.bfloat16) for _ in range(2))
+    assert held(layer.weight) == stored(layer) == 64
+    assert elements(torch.nn.ModuleDict({"lm_head": layer, "proj": other})) == 32

@@ -50,7 +50,11 @@ def test_measure(llm):
 
 
 def test_command(llm, tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(llm.decoder(hidden_size=256).config.to_dict()))
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            llm.decoder(hidden_size=256, intermediate_size=256, head_dim=64, num_key_value_heads=4).config.to_dict()
+        )
+    )
     argv = ["bench", "generation", "--shape", str(tmp_path), "--prompt", "8", "--tokens", "2", "--device", "cpu"]
     assert main([*argv, "--recipes", "fp8", "--json", str(tmp_path / "x.json")]) == 0
     said = capsys.readouterr().out
