@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 from torch import nn
@@ -30,11 +32,9 @@ HIGH_PRECISION: tuple[tuple[str, str], ...] = (
     (r"attn2\.(to_k|to_v|add_k_proj|add_v_proj)$", "cross-attention text key/value, constant over steps"),
 )
 MODULATION: tuple[str, ...] = (
-    r"\.norm1\.linear$",
-    r"\.norm1_context\.linear$",
-    r"^single_transformer_blocks\.\d+\.norm\.linear$",
-    r"\.(img|txt)_mod\.1$",
-    r"\.adaLN_modulation\.\d+$",
+    r"\.norm\w*\.linear(_\d)?$",
+    r"\.\w+_mod\.\d+$",
+    r"(?i)\.\w*(modulation|adaln)\w*(\.|$)",
 )
 
 
@@ -45,10 +45,12 @@ class Fold:
     Attributes:
         kind: `modulation`: a linear that makes shift and scale of `LN(x) * (1 + scale) + shift`; `rows`: a linear whose
             rows are the input's channels (values of an attention, the linear half of a GLU); `norm`: an affine norm.
-        consumers: all linears that read the input; it is exact only if every one of them has the same factor.
-        producers: what makes the input, or parts of it along the tokens.
-        chunks: equal parts of a producer's rows, each as wide as the input.
-        at: the chunks to divide: (shift, scale) of a modulation, any number of a linear's.
+        consumers: all linears that read the input; it is exact only if every one of them has the same factor. Those
+            that a model does not have are left out.
+        producers: what makes the input, or parts of it along the tokens; those that a model does not have likewise.
+        chunks: equal parts of a producer's rows, each as wide as the input or a whole fraction 1/m of it.
+        at: the chunks to divide: (shift, scale), maybe several times, of a modulation; any number of a linear's, m of
+            them in a row making up one input: `(2, 6, 7, 8)` of q, k, v and a fused GLU of width 3.
     """
 
     kind: str
@@ -72,6 +74,8 @@ class Family:
         k_parts: linear -> linears whose out_features are the widths of the parts of its concatenated input; a last
             "..." stands for what is left of it.
         high_precision: (regex, reason) pairs, beside or instead of the default ones.
+        wide: (regex, reason) pairs of linears that take 8 bits and stay in 16 in a recipe of fewer.
+        outside: why linears outside all blocks stay in 16 bits, "" if they do not.
         modulation: regexes of linears that turn the timestep embedding into scales and shifts: weight-only.
         folds: where smoothing factors can be folded into what makes the input.
         keep_outputs: True if a block may read outputs of blocks before its predecessor (skip connections).
@@ -87,15 +91,19 @@ class Family:
     lowrank: tuple[tuple[str, ...], ...] = ()
     k_parts: tuple[tuple[str, tuple[str, ...]], ...] = ()
     high_precision: tuple[tuple[str, str], ...] = HIGH_PRECISION
+    wide: tuple[tuple[str, str], ...] = ()
+    outside: str = ""
     modulation: tuple[str, ...] = MODULATION
     folds: tuple[Fold, ...] = ()
     keep_outputs: bool = False
     min_features: int = 256
     assumed: str = ""
 
-    def keep_reason(self, name: str) -> str:
-        """Why the linear stays in 16 bits, or ""."""
-        return next((why for pattern, why in self.high_precision if re.search(pattern, name)), "")
+    def keep_reason(self, name: str, bits: int = 8) -> str:
+        """Why the linear stays in 16 bits where others get weights of `bits` bits, or ""."""
+        patterns = self.high_precision + (self.wide if bits < 8 else ())
+        why = next((why for pattern, why in patterns if re.search(pattern, name)), "")
+        return why or (self.outside if self.outside and not self.block_of(name) else "")
 
     def is_modulation(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.modulation)
@@ -137,9 +145,13 @@ class Family:
 
 def match_indices(pattern: str, name: str) -> tuple[str, ...] | None:
     """What each `*` of the pattern stands for in `name` (one path component each), or None."""
-    regex = re.escape(pattern).replace(r"\*", r"([^.]+)")
-    found = re.fullmatch(regex, name)
+    found = _compiled(pattern).fullmatch(name)
     return None if found is None else found.groups()
+
+
+@lru_cache(4096)
+def _compiled(pattern: str) -> re.Pattern:
+    return re.compile(re.escape(pattern).replace(r"\*", r"([^.]+)"))
 
 
 def fill(pattern: str, indices: tuple[str, ...]) -> str:
@@ -161,31 +173,54 @@ def find_family(model: nn.Module) -> Family:
 
 
 def detect_family(model: nn.Module) -> Family:
-    """A fallback for unknown models: repeated blocks are the outermost ModuleLists of two or more modules of one class.
+    """A fallback for unknown models, from their structure: blocks, linears that share an input by the names the field
+    uses (verified on values at calibration), and skips by name and place.
 
-    q/k/v and gate/up linears are grouped by the names the field uses. Verified on values at calibration.
+    Blocks are what the class names as repeated (`_repeated_blocks` of diffusers), and the outermost ModuleLists of two
+    or more modules of one class. If they hold most of the weights, what stands outside stays in 16 bits.
     """
-    lists = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module) > 1
-        and len({type(m) for m in module}) == 1
-        and any(isinstance(m, nn.Linear) for m in module.modules())
-    ]
-    outer = tuple(n for n in lists if not any(n != o and n.startswith(o + ".") for o in lists))
-    linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    counts = Counter(_starred(b) for b in _detect_blocks(model, list(linears)))
     inputs = _detect_inputs(model, linears)
-    what = ", ".join(f"{n} ({len(model.get_submodule(n))})" for n in outer) or "none"
-    return Family(
-        name="detected",
-        blocks=tuple(f"{n}.*" for n in outer),
-        inputs=inputs,
-        keep_outputs=True,
+    family = Family("detected", blocks=tuple(counts), inputs=inputs, keep_outputs=True)
+    inside = sum(m.weight.numel() for n, m in linears.items() if family.block_of(n))
+    most = 2 * inside > sum(m.weight.numel() for m in linears.values())
+    what = ", ".join(f"{pattern.removesuffix('.*')} ({n})" for pattern, n in counts.items()) or "none"
+    return replace(
+        family,
+        outside="outside the repeated blocks" if most else "",
         min_features=64 if getattr(getattr(model, "config", None), "vocab_size", None) else 256,
         assumed=f"{type(model).__name__} is no known family. Assumed: repeated blocks {what}; "
-        f"{len(inputs)} groups of linears sharing an input by their names; default skips by name.",
+        f"{len(inputs)} groups of linears sharing an input by their names; default skips by name"
+        f"{' and outside the blocks' if most else ''}.",
     )
+
+
+def _starred(name: str, once: bool = False) -> str:
+    """The name with a star for every (or the first) index: one pattern per kind of block keeps plans fast."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name, count=int(once))
+
+
+def _detect_blocks(model: nn.Module, linears: list[str]) -> list[str]:
+    """Names of the repeated blocks that hold linears, none inside another."""
+    kinds = set(getattr(model, "_repeated_blocks", None) or ())
+    holding = {prefix for name in linears for prefix in _prefixes(name)}
+    named = [n for n, m in model.named_modules() if n in holding and type(m).__name__ in kinds]
+    around = {prefix for name in named for prefix in _prefixes(name)}
+    listed = [
+        f"{n}.{i}"
+        for n, m in model.named_modules()
+        if isinstance(m, nn.ModuleList) and len(m) > 1 and len({type(x) for x in m}) == 1
+        for i in range(len(m))
+    ]
+    found = {*named, *(n for n in listed if n in holding and n not in around)}
+    return [n for n, _ in model.named_modules() if n in found and not found.intersection(_prefixes(n))]
+
+
+def _prefixes(name: str) -> list[str]:
+    """What the module lies in: `a`, `a.b` of `a.b.c`."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 _SIBLINGS = (
@@ -193,26 +228,37 @@ _SIBLINGS = (
     ("add_q_proj", "add_k_proj", "add_v_proj"),
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
+    ("to_query", "to_key", "to_value"),
     ("gate_proj", "up_proj"),
+    ("gate", "up"),
     ("w1", "w3"),
+    ("linear_1", "linear_3"),
 )
 
 
-def _detect_inputs(model: nn.Module, linears: list[str]) -> tuple[tuple[str, ...], ...]:
-    """Siblings by name with equal in_features. Cross-attention (a key of another width, or attn2) keeps q apart."""
-    known, groups = set(linears), []
+def _detect_inputs(model: nn.Module, linears: dict[str, nn.Linear]) -> tuple[tuple[str, ...], ...]:
+    """Siblings by name with equal in_features, q of a cross-attention apart from its k and v."""
+    classes, groups = {n: type(m).__name__ for n, m in model.named_modules()}, []
+    leading = {siblings[0]: siblings for siblings in _SIBLINGS}
     for name in linears:
-        parent, _, leaf = name.rpartition(".")
-        prefix = parent + "." if parent else ""
-        for siblings in _SIBLINGS:
-            if leaf != siblings[0]:
-                continue
-            cross = "attn2" in parent or "cross" in parent or "encdec" in parent.lower()
-            members = [prefix + s for s in (siblings[1:] if cross else siblings) if prefix + s in known]
-            widths = {model.get_submodule(m).in_features for m in members}
-            if len(members) > 1 and len(widths) == 1:
-                groups.append(tuple(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", m) for m in members))
-    return tuple(dict.fromkeys(groups))  # one pattern per kind of block, not one tuple per block: plans stay fast
+        parent, dot, leaf = name.rpartition(".")
+        siblings = leading.get(leaf, ())
+        if _reads_another(model.get_submodule(parent), parent, [classes[p] for p in _prefixes(name)[-2:]]):
+            siblings = siblings[1:]
+        members = [parent + dot + s for s in siblings if parent + dot + s in linears]
+        if len(members) > 1 and len({linears[m].in_features for m in members}) == 1:
+            groups.append(members)
+    kinds = {tuple(_starred(m) for m in g) for g in groups}
+    count = Counter(m for kind in kinds for m in kind)  # twice: one pattern for attentions of both sorts
+    found = (tuple(_starred(m, max(count[_starred(x)] for x in g) > 1) for m in g) for g in groups)
+    return tuple(dict.fromkeys(found))
+
+
+def _reads_another(attention: nn.Module, name: str, classes: list[str]) -> bool:
+    """Whether it is a cross-attention: attn2, or by the name or class of a module around it, or as `Attention` of
+    diffusers says."""
+    words = (name + "".join(classes)).lower()
+    return any(w in words for w in ("attn2", "cross", "encdec")) or getattr(attention, "is_cross_attention", False)
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -41,7 +41,9 @@ def refusal(fold: Fold, module: nn.Module, width: int) -> str:
         return "" if same else f"it has no weight of {width} channels"
     if not isinstance(module, nn.Linear):
         return f"{type(module).__name__} is no linear"
-    if module.out_features != width * fold.chunks:
+    rows = module.out_features // fold.chunks
+    share = 1 if fold.kind == "modulation" or not rows else width // rows  # chunks that make up one input
+    if (rows * fold.chunks, rows * share) != (module.out_features, width) or len(fold.at) % share:
         return f"its {module.out_features} rows are not {fold.chunks} x {width}"
     if fold.kind == "modulation" and module.bias is None:
         return "it has no bias to take 1/lambda - 1"
@@ -69,14 +71,16 @@ def fold_into(fold: Fold, module: nn.Module, lam: Tensor, name: str = "the layer
     bias = getattr(module, "bias", None)
     if fold.kind == "norm":
         _edit(module.weight, slice(None), lambda t: t / lam.to(t))
+    width = len(lam) if fold.kind == "norm" else module.out_features // fold.chunks
     for place, at in enumerate(fold.at):
-        rows = slice(at * len(lam), (at + 1) * len(lam))
-        one = float(fold.kind == "modulation" and place == 1)  # what the norm's output is multiplied by is 1 + scale
+        rows = slice(at * width, (at + 1) * width)
+        part = lam.unflatten(0, (-1, width))[place % (len(lam) // width)]
+        one = float(fold.kind == "modulation" and place % 2)  # what the norm's output is multiplied by is 1 + scale
         if fold.kind != "norm":
             numbers = module.weight_scale if isinstance(module, QuantizedLinear) else module.weight
-            _edit(numbers, rows, lambda t: t / lam.to(t)[:, None])
+            _edit(numbers, rows, lambda t, part=part: t / part.to(t)[:, None])
         if bias is not None:
-            _edit(bias, rows, lambda t, one=one: (t + one) / lam.to(t) - one)
+            _edit(bias, rows, lambda t, one=one, part=part: (t + one) / part.to(t) - one)
 
 
 def _edit(tensor: Tensor, rows: slice, change: Callable[[Tensor], Tensor]) -> None:
@@ -93,6 +97,7 @@ def smooth_weights(model: nn.Module, fold: Fold, lam: Tensor) -> None:
     Raises:
         DQError: one of them cannot take it exactly (names the layer); nothing was changed then.
     """
+    fold = present(model, fold)
     for name in fold.consumers:
         layer = model.get_submodule(name)
         if isinstance(layer, QuantizedLinear) or not isinstance(layer, nn.Linear):
@@ -100,6 +105,19 @@ def smooth_weights(model: nn.Module, fold: Fold, lam: Tensor) -> None:
     _producers(model, fold, lam)
     for name in fold.consumers:
         _edit(model.get_submodule(name).weight, slice(None), lambda t: t * lam.to(t))
+
+
+def present(model: nn.Module, fold: Fold) -> Fold:
+    """The fold without what the model does not have: a last block without a text output, a model without image tokens.
+
+    Raises:
+        DQError: none of its producers is there.
+    """
+    known = dict(model.named_modules())
+    consumers, producers = (tuple(n for n in names if n in known) for names in (fold.consumers, fold.producers))
+    if not producers:
+        raise DQError(f"there is no {fold.producers[0]} to fold into")
+    return replace(fold, consumers=consumers, producers=producers)
 
 
 def _producers(model: nn.Module, fold: Fold, lam: Tensor) -> None:
@@ -148,15 +166,18 @@ def fold_model(model: nn.Module, family: Family | None = None) -> Folded:
     family, out = family or find_family(model), Folded()
     smoothed = [n for n, layer in layers.items() if any(step == "smooth" for step, _ in layer.config.steps)]
     for fold in family.folds_in(layers):
-        if not any(name in smoothed for name in fold.consumers):
+        if not any(name in smoothed and name not in out.layers for name in fold.consumers):
             continue
         try:
+            fold = present(model, fold)
             _producers(model, fold, _common_factor(layers, fold))
-        except (DQError, AttributeError) as error:
-            out.kept |= dict.fromkeys((n for n in fold.consumers if n in smoothed), str(error))
+        except DQError as error:
+            for name in fold.consumers:
+                out.kept |= {name: str(error)} if name in smoothed and name not in out.kept else {}
             continue
         for name in fold.consumers:
             _drop_step(layers[name])
+            out.kept.pop(name, None)
         out.layers += fold.consumers
     rest = (n for n in smoothed if n not in out.layers and n not in out.kept)
     out.kept |= dict.fromkeys(rest, f"the family {family.name} names nothing that its factor can be folded into")

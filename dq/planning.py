@@ -311,7 +311,8 @@ def _wanted(name: str, module: nn.Linear, recipe: Recipe, family: Family, skip, 
     rule = next((r for r in recipe.rules if matches(name, r.match)), None)
     if rule is not None:
         return rule.target, rule.reason if rule.target is None else ""
-    why = family.keep_reason(name)
+    target = recipe.conv if isinstance(module, nn.Conv2d) else recipe.linear
+    why = family.keep_reason(name, target.weights.fmt.bits)
     n, k = size(module)
     if why:
         return None, why
@@ -322,7 +323,7 @@ def _wanted(name: str, module: nn.Linear, recipe: Recipe, family: Family, skip, 
         return None, f"too small to quantize ({n}x{k}, bound {bound})"
     if family.is_modulation(name):
         return recipe.modulation, "" if recipe.modulation else "modulation"
-    return recipe.conv if isinstance(module, nn.Conv2d) else recipe.linear, ""
+    return target, ""
 
 
 def _rows(linears: dict[str, nn.Linear], targets: dict[str, tuple[Target | None, str]], family: Family):

@@ -1,4 +1,5 @@
-"""FLUX.1 (diffusers `FluxTransformer2DModel`, dev, schnell, Kontext, Fill): double and single blocks.
+"""FLUX.1 (diffusers `FluxTransformer2DModel`, dev, schnell, Kontext, Fill) and models of the same blocks: double and
+single ones.
 
 Single blocks feed one normalised input to q, k, v and proj_mlp; their proj_out reads [attention | GELU(mlp)], two
 parts with their own smoothing factors. q, k, v share the low-rank down factor, proj_mlp keeps its own. to_out.0 and
@@ -9,31 +10,34 @@ Source: the groups of SVDQuant's reference implementation for FLUX.1.
 """
 
 from dq.family import FAMILIES, Family, Fold
+from dq.pipelines.families.common import ADDED, OUT, QKV, two_streams, under
 
 _BLOCK, _SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"
-_DOUBLE = f"{_BLOCK}.attn"
-_QKV = tuple(f"{_DOUBLE}.{n}" for n in ("to_q", "to_k", "to_v"))
-_ADDED = tuple(f"{_DOUBLE}.{n}" for n in ("add_q_proj", "add_k_proj", "add_v_proj"))
-_SINGLE_QKV = tuple(f"{_SINGLE}.attn.{n}" for n in ("to_q", "to_k", "to_v"))
-_OUT = (f"{_DOUBLE}.to_out.0", f"{_DOUBLE}.to_add_out")
-_FOLDS = (
-    Fold("modulation", _QKV, (f"{_BLOCK}.norm1.linear",), 6, (0, 1)),
-    Fold("modulation", (f"{_BLOCK}.ff.net.0.proj",), (f"{_BLOCK}.norm1.linear",), 6, (3, 4)),
-    Fold("modulation", _ADDED, (f"{_BLOCK}.norm1_context.linear",), 6, (0, 1)),
-    Fold("modulation", (f"{_BLOCK}.ff_context.net.0.proj",), (f"{_BLOCK}.norm1_context.linear",), 6, (3, 4)),
-    Fold("modulation", (*_SINGLE_QKV, f"{_SINGLE}.proj_mlp"), (f"{_SINGLE}.norm.linear",), 3, (0, 1)),
-    Fold("rows", _OUT, (f"{_DOUBLE}.to_v", f"{_DOUBLE}.add_v_proj")),
+_QKV, _ADDED = under(f"{_BLOCK}.attn", *QKV), under(f"{_BLOCK}.attn", *ADDED)
+_SINGLE_QKV = under(f"{_SINGLE}.attn", *QKV)
+_SINGLE_IN = (*_SINGLE_QKV, f"{_SINGLE}.proj_mlp")
+GROUPS = dict(
+    blocks=(_BLOCK, _SINGLE),
+    inputs=(_QKV, _ADDED, _SINGLE_IN),
+    smooth=(under(f"{_BLOCK}.attn", *OUT),),
+    lowrank=(_QKV, _ADDED, _SINGLE_QKV),
+    k_parts=((f"{_SINGLE}.proj_out", (f"{_SINGLE}.attn.to_v", f"{_SINGLE}.proj_mlp")),),
+)
+FOLDS = (
+    *two_streams(_BLOCK, ("norm1.linear", "norm1_context.linear"), ("ff.net.0.proj", "ff_context.net.0.proj")),
+    Fold("modulation", _SINGLE_IN, (f"{_SINGLE}.norm.linear",), 3, (0, 1)),
 )
 
 FAMILIES.register(
     Family(
         name="flux.1",
-        classes=("FluxTransformer2DModel",),
-        blocks=("transformer_blocks.*", "single_transformer_blocks.*"),
-        inputs=(_QKV, _ADDED, (*_SINGLE_QKV, f"{_SINGLE}.proj_mlp")),
-        smooth=(_OUT,),
-        lowrank=(_QKV, _ADDED, _SINGLE_QKV),
-        folds=_FOLDS,
-        k_parts=((f"{_SINGLE}.proj_out", (f"{_SINGLE}.attn.to_v", f"{_SINGLE}.proj_mlp")),),
+        classes=(
+            "FluxTransformer2DModel",
+            "BriaTransformer2DModel",
+            "BriaFiboTransformer2DModel",
+            "LongCatImageTransformer2DModel",
+        ),
+        folds=FOLDS,
+        **GROUPS,
     )
 )
