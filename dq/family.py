@@ -186,14 +186,11 @@ def detect_family(model: nn.Module) -> Family:
     inside = sum(m.weight.numel() for n, m in linears.items() if family.block_of(n))
     most = 2 * inside > sum(m.weight.numel() for m in linears.values())
     what = ", ".join(f"{pattern.removesuffix('.*')} ({n})" for pattern, n in counts.items()) or "none"
-    return replace(
-        family,
-        outside="outside the repeated blocks" if most else "",
-        min_features=64 if getattr(getattr(model, "config", None), "vocab_size", None) else 256,
-        assumed=f"{type(model).__name__} is no known family. Assumed: repeated blocks {what}; "
-        f"{len(inputs)} groups of linears sharing an input by their names; default skips by name"
-        f"{' and outside the blocks' if most else ''}.",
-    )
+    skips, outside = ("by name and outside the blocks", "outside the repeated blocks") if most else ("by name", "")
+    bound = 64 if getattr(getattr(model, "config", None), "vocab_size", None) else 256
+    said = f"{type(model).__name__} is no known family. Assumed: repeated blocks {what}; {len(inputs)} groups of "
+    said += f"linears sharing an input by their names; default skips {skips}."
+    return replace(family, outside=outside, min_features=bound, assumed=said)
 
 
 def _starred(name: str, once: bool = False) -> str:
@@ -207,12 +204,8 @@ def _detect_blocks(model: nn.Module, linears: list[str]) -> list[str]:
     holding = {prefix for name in linears for prefix in _prefixes(name)}
     named = [n for n, m in model.named_modules() if n in holding and type(m).__name__ in kinds]
     around = {prefix for name in named for prefix in _prefixes(name)}
-    listed = [
-        f"{n}.{i}"
-        for n, m in model.named_modules()
-        if isinstance(m, nn.ModuleList) and len(m) > 1 and len({type(x) for x in m}) == 1
-        for i in range(len(m))
-    ]
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    listed = (f"{n}.{i}" for n, m in lists if len({type(x) for x in m}) == 1 for i in range(len(m)))
     found = {*named, *(n for n in listed if n in holding and n not in around)}
     return [n for n, _ in model.named_modules() if n in found and not found.intersection(_prefixes(n))]
 
@@ -224,22 +217,15 @@ def _prefixes(name: str) -> list[str]:
 
 
 _SIBLINGS = (
-    ("to_q", "to_k", "to_v"),
-    ("add_q_proj", "add_k_proj", "add_v_proj"),
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("to_query", "to_key", "to_value"),
-    ("gate_proj", "up_proj"),
-    ("gate", "up"),
-    ("w1", "w3"),
-    ("linear_1", "linear_3"),
+    "to_q to_k to_v, add_q_proj add_k_proj add_v_proj, q_proj k_proj v_proj, query key value, "
+    "to_query to_key to_value, gate_proj up_proj, gate up, w1 w3, linear_1 linear_3"
 )
 
 
 def _detect_inputs(model: nn.Module, linears: dict[str, nn.Linear]) -> tuple[tuple[str, ...], ...]:
     """Siblings by name with equal in_features, q of a cross-attention apart from its k and v."""
     classes, groups = {n: type(m).__name__ for n, m in model.named_modules()}, []
-    leading = {siblings[0]: siblings for siblings in _SIBLINGS}
+    leading = {words.split()[0]: words.split() for words in _SIBLINGS.split(", ")}
     for name in linears:
         parent, dot, leaf = name.rpartition(".")
         siblings = leading.get(leaf, ())
