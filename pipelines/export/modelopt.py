@@ -10,9 +10,9 @@ and for NVFP4_SVD, beside a smoothing factor lambda and a low-rank branch,
 
     y = NVFP4(x * pre_quant_scale) W^T + (x * pre_quant_scale) A^T B^T
 
-dq's branch reads the raw x: A is its down factor times lambda, in float32, so that reading it back rounds nothing. A
-language model has hf_quant_config.json beside config.json. Layers of several kinds are listed one by one
-(MIXED_PRECISION). Source: modelopt 0.47, export_hf_checkpoint and SVDQuantLinear.
+dq's branch reads the raw x: A is its down factor times lambda, rounded once more to the 16 bits of the factors (at most
+2^-8 of the branch). A language model has hf_quant_config.json beside config.json. Layers of several kinds are listed one
+by one (MIXED_PRECISION). Source: modelopt 0.47, export_hf_checkpoint and SVDQuantLinear.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _tensors(job: Job, name: str) -> dict[str, Tensor]:
         out["pre_quant_scale"] = 1.0 / factor
     if one.side is not None:
         down, up = one.side
-        out |= {"svdquant_lora_a": down if factor is None else down.to(torch.float32) * factor, "svdquant_lora_b": up}
+        out |= {"svdquant_lora_a": down if factor is None else (down.to(torch.float32) * factor).to(down.dtype),
+                "svdquant_lora_b": up}  # fmt: skip
     return out
 
 
@@ -134,12 +135,8 @@ def _branches(own: dict[str, Tensor]) -> tuple[tuple[Step, ...], tuple[Tensor, T
     if "svdquant_lora_a" not in own:
         return steps, None
     down, up = own["svdquant_lora_a"], own["svdquant_lora_b"]
-    if factor is not None:
-        raw = down.to(torch.float32) / factor
-        narrow = raw.to(up.dtype)
-        # Factors of 16 bits come back exactly; those of another tool, on x / lambda, have no 16-bit form on x.
-        down = narrow if torch.allclose(narrow.to(torch.float32), raw, rtol=2.0**-20, atol=0) else raw
-        up = up.to(down.dtype)
+    if factor is not None:  # which has no 16-bit form on the raw x
+        down, up = down.to(torch.float32) / factor, up.to(torch.float32)
     return steps, (down, up)
 
 
