@@ -136,19 +136,26 @@ _SCALES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def _unpack_awq(own: Own, shape: Shape | None, conf: dict[str, Any]) -> QTensor:
-    scale, zero = own["weight_scale"].T.contiguous(), own["weight_zeros"].T.to(torch.float32)
-    rows, width = len(own["weight"]), 2 * own["weight"].shape[1]
-    grid = {"strategy": "group", "group_size": int(conf.get("group_size", 64)), "scale_format": _SCALES[scale.dtype]}
-    if not zero.any():
-        # Codes 0..15 with the middle 8 are two's complement with the top bit flipped.
-        return QTensor(
-            own["weight"].view(torch.uint8) ^ 0x88, scale, None, QuantSpec("int4_wide", **grid), (rows, width)
-        )
-    points = 8.0 - zero / scale.to(torch.float32)
+    shape = (len(own["weight"]), 2 * own["weight"].shape[1])
+    codes = PACKINGS.get("nibble-low").unpack(own["weight"].view(torch.uint8), shape)
+    scale, zero = own["weight_scale"].T.contiguous(), own["weight_zeros"].T
+    return affine(codes, scale, zero, 8, int(conf.get("group_size", 64)))
+
+
+def affine(codes: Tensor, scale: Tensor, zero: Tensor, middle: int, group: int) -> QTensor:
+    """Weights `(code - middle) * scale + zero`: codes 0..15 [N, K]; scale and zero [N, K / group] of one dtype.
+
+    Raises:
+        DQError: a zero that is no whole multiple of its scale.
+    """
+    grid = {"strategy": "group", "group_size": group, "scale_format": _SCALES[scale.dtype]}
+    points = middle - zero.to(torch.float32) / scale.to(torch.float32)
     if (points - points.round()).abs().max() > 2.0**-4 or points.min() < -0.5 or points.max() > 15.5:
         raise DQError("its zeros are no zero points 0..15 times the scales: dq has no such grid")
-    points = points.round().to(torch.uint8)
-    return QTensor(own["weight"].view(torch.uint8), scale, None, QuantSpec("uint4", **grid), (rows, width), points)
+    points, signed = points.round(), bool((points.round() == 8).all())
+    spec = QuantSpec("int4_wide" if signed else "uint4", **grid)
+    packed = spec.fmt.pack(codes.to(torch.int8) - 8 if signed else codes)
+    return QTensor(packed, scale, None, spec, tuple(codes.shape), None if signed else points.to(torch.uint8))
 
 
 def _is_nvfp4(spec: QuantSpec, rotated: bool) -> bool:

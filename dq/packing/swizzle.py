@@ -14,9 +14,10 @@ from dq.packing import PACKINGS, Packing, expect
 from dq.registry import DQError
 
 
-def _bytes(scale: Tensor) -> Tensor:
+def scale_bytes(scale: Tensor) -> Tensor:
+    """One-byte scales as uint8. Raises DQError for another size."""
     if scale.element_size() != 1:
-        raise DQError(f"swizzled scales have one byte each (E4M3, E8M0 or uint8), got {scale.dtype}")
+        raise DQError(f"packed scales have one byte each (E4M3, E8M0 or uint8), got {scale.dtype}")
     return scale.contiguous().view(torch.uint8)  # torch pads and permutes not every float8 dtype
 
 
@@ -25,7 +26,7 @@ def swizzle(scale: Tensor) -> Tensor:
     if scale.dim() < 2:
         raise DQError(f"scales must be [..., R, C] to be swizzled, got shape {list(scale.shape)}")
     rows, cols = scale.shape[-2:]
-    tiles = pad(_bytes(scale), (0, -cols % 4, 0, -rows % 128))
+    tiles = pad(scale_bytes(scale), (0, -cols % 4, 0, -rows % 128))
     tiles = tiles.unflatten(-1, (-(-cols // 4), 4)).unflatten(-3, (-(-rows // 128), 4, 32))
     # [r//128, r%128//32, r%32, c//4, c%4] -> [r//128, c//4, r%32, r%128//32, c%4]
     return tiles.movedim((-2, -3, -4), (-4, -3, -2)).flatten(-5).view(scale.dtype)
@@ -36,7 +37,7 @@ def unswizzle(stored: Tensor, shape: Sequence[int]) -> Tensor:
     *lead, rows, cols = shape
     down, across = -(-rows // 128), -(-cols // 4)
     expect(stored, stored.dtype, [*lead, down * across * 512])
-    tiles = _bytes(stored).reshape(*lead, down, across, 32, 4, 4)
+    tiles = scale_bytes(stored).reshape(*lead, down, across, 32, 4, 4)
     linear = tiles.movedim((-4, -3, -2), (-2, -3, -4)).reshape(*lead, down * 128, across * 4)
     return linear[..., :rows, :cols].contiguous().view(stored.dtype)
 

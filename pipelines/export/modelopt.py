@@ -11,8 +11,8 @@ and for NVFP4_SVD, beside a smoothing factor lambda and a low-rank branch,
     y = NVFP4(x * pre_quant_scale) W^T + (x * pre_quant_scale) A^T B^T
 
 dq's branch reads the raw x: A is its down factor times lambda, rounded once more to the 16 bits of the factors (at most
-2^-8 of the branch). A language model has hf_quant_config.json beside config.json. Layers of several kinds are listed one
-by one (MIXED_PRECISION). Source: modelopt 0.47, export_hf_checkpoint and SVDQuantLinear.
+2^-8 of the branch). A language model has hf_quant_config.json beside config.json. Layers of several kinds are listed
+one by one (MIXED_PRECISION). Source: modelopt 0.47, export_hf_checkpoint and SVDQuantLinear.
 """
 
 from __future__ import annotations
