@@ -197,6 +197,11 @@ REFUSED = {
     "BFL without a scale": ("bfl", recipe("nvfp4", "nvfp4-token"), "have one stored scale there: give calibration="),
     "modelopt FP8": ("modelopt", recipe("fp8_e4m3/channel"), "only NVFP4 is written"),
     "a rotation": ("modelopt", recipe("nvfp4", transforms=["rotate"]), "goes through rotate"),
+    "nunchaku's tiles": (
+        "nunchaku-lite", recipe("int4/group64", "int4/group64/fp32", "int4/group64"), "64 x 64 is no multiple of 128",
+    ),
+    "nunchaku FP8": ("nunchaku-lite", recipe("fp8_e4m3/channel", "fp8_e4m3/token"), "only INT4 in groups of 64"),
+    "nunchaku NVFP4 weights": ("nunchaku-lite", recipe("nvfp4"), "16-bit activations have no form there, only INT4"),
     "SVD weights": ("modelopt", recipe("nvfp4", transforms=["lowrank"]), "only beside NVFP4 activations"),
 }  # fmt: skip
 
