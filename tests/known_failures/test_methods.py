@@ -103,7 +103,7 @@ def test_F06_odd_widths_work_or_are_refused_by_name(tiny, method, k):
     except dq.DQError as refused:
         assert any(t in (ARC, DUAL) for t in METHODS[method]["transforms"])
         assert re.search(
-            rf"0: 16 residual channels of {k} are no whole groups|16 does not divide .* of 0;", str(refused)
+            rf"16 residual channels do not fit the input width {k} of 0:|16 does not divide .* of 0;", str(refused)
         )
         return
     assert layer(x).shape == (200, 33) and error(layer(x), source(x)) < 0.3
