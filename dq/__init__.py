@@ -25,6 +25,7 @@ _LAZY = {
     "quantize": "dq.pipelines.api",
     "dequantize": "dq.pipelines.api",
     "fold": "dq.pipelines.api",
+    "correct": "dq.pipelines.correction",
     "demo_path": "dq.pipelines.demo",
     "demo_kwargs": "dq.pipelines.demo",
     "demo_prompts": "dq.pipelines.demo",
