@@ -66,6 +66,8 @@ CALIBRATED: dict[str, dict[str, Any]] = {
     "int8 static, 4 step groups": _STATIC | {"step_groups": 4},
     "int8 static smooth": _with(_STATIC, "smooth"),
     "int8 static smooth, 4 step groups": _with(_STATIC, "smooth", step_groups=4),
+    "int8 static smooth, merged by guidance": _with(_STATIC, {"name": "smooth", "merge": "cfg", "guidance": 2.0}),
+    "int8 static smooth, mean of strata": _with(_STATIC, {"name": "smooth", "merge": "mean"}),
     "fp8 static": {"weights": "fp8_e4m3/channel", "activations": "fp8_e4m3/tensor"},
     "nvfp4 smooth .5": _with(_NV, "smooth"),
     "nvfp4 arc": _with(_NV, "arc"),
