@@ -6,7 +6,7 @@ group's error counts is measured on the output of the whole model, and a knapsac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dq.conv import matrix
 from dq.family import matches
-from dq.group import quantize_row, require_reached, transformed
+from dq.group import is_expert, quantize_row, transformed
 from dq.linear import QuantizedLinear
 from dq.ops import reference_qlinear
 from dq.planning import Plan, PlanRow
@@ -135,6 +135,17 @@ def layers_error(
     return total
 
 
+def _require_reached(row: PlanRow, stats: dict[str, Stat]) -> None:
+    """Before candidates are compared on it.
+
+    Raises:
+        DQError: calibration never reached an input of the row (an expert's may be idle, see `group.reachable`).
+    """
+    for stat in (stats[i[0]] for i in row.inputs if i[0] in stats):
+        if not stat.count and not is_expert(row):
+            stat.amax()  # says so
+
+
 def score_row(
     model: nn.Module, row: PlanRow, stats: Mapping[str, Stat], auto: Auto, device=None
 ) -> tuple[tuple[Score, ...], dict[str, dict[str, QuantizedLinear]]]:
@@ -147,7 +158,7 @@ def score_row(
     Raises:
         DQError: no candidate can be taken.
     """
-    require_reached(row, stats)
+    _require_reached(row, stats)
     quick, scores, kept = {}, [], {}
     for c in auto.candidates:
         trial = replace(row, target=c.target)
@@ -181,6 +192,33 @@ def cautious(gains: Tensor) -> float:
     """Mean plus one standard error over records: a group whose weight is uncertain is not gambled with."""
     spread = float(gains.std()) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
     return float(gains.mean()) + spread
+
+
+def restored_gains(
+    layers: list[dict[str, QuantizedLinear]],
+    swap: Callable[[dict[str, nn.Module]], dict[str, nn.Module]],
+    wrong: Callable[[], Tensor],
+    tick: Callable[[], Any],
+) -> list[float]:
+    """How much the error of the model's output falls when one group after the other gets its 16-bit linears back and
+    all others stay quantized: errors of consecutive layers do not add up, so each is measured beside the rest.
+
+    Args:
+        swap: puts layers into the model and returns those that were there.
+        wrong: error of the model's output, per record.
+    """
+    originals = [swap(mine) for mine in layers]
+    try:
+        base, gains = wrong(), []
+        for mine in originals:
+            quantized = swap(mine)
+            gains.append(cautious(base - wrong()))
+            swap(quantized)
+            tick()
+    finally:
+        for mine in originals:
+            swap(mine)
+    return [max(gain, FLOOR * float(base.mean()) / len(gains)) for gain in gains]
 
 
 def reference_score(scores: Iterable[Score]) -> Score:

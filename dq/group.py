@@ -61,7 +61,7 @@ def reachable(row: PlanRow, stats: dict[str, Stat]) -> PlanRow:
     counts = [sum(stats[i[0]].count.values()) for i in row.inputs if i[0] in stats]
     if not counts or min(counts) >= FEW or not row.target.needs_calibration:
         return row
-    if not _is_expert(row):
+    if not is_expert(row):
         return row
     names = f"{row.members[0]}{f' and {len(row.members) - 1} more' * (len(row.members) > 1)}"
     text = f"{names}: this expert saw {min(counts)} tokens in calibration"
@@ -69,19 +69,9 @@ def reachable(row: PlanRow, stats: dict[str, Stat]) -> PlanRow:
     return replace(row, target=data_free(row.target), reason="rounded to nearest: too few tokens")
 
 
-def _is_expert(row: PlanRow) -> bool:
+def is_expert(row: PlanRow) -> bool:
+    """Whether a router decides what the row's linears see."""
     return any("expert" in part for m in row.members for part in m.split("."))
-
-
-def require_reached(row: PlanRow, stats: dict[str, Stat]) -> None:
-    """Before candidates are compared on it.
-
-    Raises:
-        DQError: calibration never reached an input of the row (an expert's may be idle: see `reachable`).
-    """
-    for stat in (stats[i[0]] for i in row.inputs if i[0] in stats):
-        if not stat.count and not _is_expert(row):
-            stat.amax()  # says so
 
 
 def data_free(target: Target) -> Target:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dq.auto import FLOOR, ChoiceTable, cautious, choose, decided, reference_score, score_row, undecided
+from dq.auto import ChoiceTable, choose, decided, reference_score, restored_gains, score_row, undecided
 from dq.checkpoint import artifact_meta
 from dq.collect import Collector, in_sample, thin
 from dq.conv import like, plain
@@ -201,12 +201,16 @@ class _Loop:
         scores = [found[r.members][0] for r in rows]
         current = [reference_score(s).candidate for s in scores]
         clean = {i: outputs(self._call(i)) for i in held}
+
+        def wrong() -> Tensor:
+            return torch.tensor([relative_error(outputs(self._call(i)), y) for i, y in clean.items()])
+
         for _ in range(self.auto.rounds):
             layers = [found[r.members][1][name] for r, name in zip(rows, current, strict=True)]
             errors = [
                 next(s.error for s in group if s.candidate == n) for group, n in zip(scores, current, strict=True)
             ]
-            gains = self._gains(layers, clean)
+            gains = restored_gains(layers, self._swap, wrong, lambda: self.tick(len(clean)))
             weights = [gain / max(error, 1e-30) for gain, error in zip(gains, errors, strict=True)]
             taken, table = choose(rows, scores, weights, self.auto)
             current = [c.winner for c in table]
@@ -214,27 +218,6 @@ class _Loop:
             self.folder.save_choices(table.to_list(), self.collector.split)
         self._decide(taken)
         return table
-
-    def _gains(self, layers: list[dict[str, QuantizedLinear]], clean: dict[int, list[Tensor]]) -> list[float]:
-        """How much the error of the model's output falls when one group after the other gets its 16-bit linears back
-        and all others stay quantized: errors of consecutive layers do not add up, so each is measured beside the rest.
-        """
-
-        def wrong() -> Tensor:
-            return torch.tensor([relative_error(outputs(self._call(i)), y) for i, y in clean.items()])
-
-        originals = [self._swap(mine) for mine in layers]
-        try:
-            base, gains = wrong(), []
-            for mine in originals:
-                quantized = self._swap(mine)
-                gains.append(cautious(base - wrong()))
-                self._swap(quantized)
-                self.tick(len(clean))
-        finally:
-            for mine in originals:
-                self._swap(mine)
-        return [max(gain, FLOOR * float(base.mean()) / len(gains)) for gain in gains]
 
     def _decide(self, taken: list[PlanRow]) -> None:
         """Puts decided rows (or pieces of rows) in the place of the rows they came from."""
