@@ -271,9 +271,16 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def inspect(args: argparse.Namespace) -> None:
     """`dq inspect`."""
-    from dq.pipelines.inspection import inspect_folder
+    from dq import checks
+    from dq.pipelines.inspection import inspect_checkpoint
 
-    print(inspect_folder(args.source))
+    if args.json not in (None, "-"):
+        checks.output_file(args.json, (".json",))
+    found = inspect_checkpoint(args.source, args.values)
+    text = json.dumps(found.to_dict(), indent=2)
+    if args.json not in (None, "-"):
+        Path(args.json).write_text(text + "\n", encoding="utf-8")
+    print(text if args.json == "-" else found)
 
 
 def catalogue(args: argparse.Namespace) -> None:
