@@ -328,19 +328,8 @@ def layer_info(model: nn.Module) -> list[LayerInfo]:
         nbytes = sum(t.numel() * t.element_size() for t in m._buffers.values())
         backend, grid = (ran.name, ran.grid(m.params)) if ran else ("", "")
         act = None if c.activations is None else str(c.activations)
+        sizes = (nbytes, 2 * n * k)
         rows.append(
-            LayerInfo(
-                name,
-                (n, k),
-                str(c.weights),
-                act,
-                ", ".join(parts),
-                nbytes,
-                2 * n * k,
-                backend,
-                grid,
-                m.calls,
-                m.sqnr_db,
-            )
+            LayerInfo(name, (n, k), str(c.weights), act, ", ".join(parts), *sizes, backend, grid, m.calls, m.sqnr_db)
         )
     return rows
