@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dq.qtensor import fake_quantize
 from dq.registry import DQError
+from dq.spec import QuantSpec
 
 HEAD = "lm_head"
 
@@ -72,10 +74,29 @@ def modelopt(config: str) -> Callable[..., float]:
                 m(input_ids=ids, use_cache=False)
 
         before = elements(model)
+        _without_cuda(_library("modelopt.torch.quantization.tensor_quant"))
         mtq.quantize(model, getattr(mtq, config), forward_loop=calibrate)
         return MODELOPT_BITS[config] * before / 8 + sum(_extras(m) for _, m in block_linears(model))
 
     return run
+
+
+def _without_cuda(kernels: Any) -> None:
+    """Lets modelopt round NVFP4 blocks of CPU tensors too, which its own kernel refuses: by the same formula (absmax
+    scales in E4M3 below `amax / (6 448)`). Calibration, search and factors stay its own."""
+    own = kernels.dynamic_block_quantize_op
+    if getattr(own, "dq", False):
+        return
+
+    def op(x: Tensor, size: int, amax: Tensor, *bits: int) -> Tensor:
+        if x.is_cuda or bits != (4, 2, 8, 4) or amax is None:
+            return own(x, size, amax, *bits)
+        rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
+        spec = QuantSpec.parse("nvfp4").with_(group_size=size)
+        return fake_quantize(rows, spec, amax.max()).reshape(x.shape).to(x.dtype)
+
+    op.dq = True
+    kernels.dynamic_block_quantize_op = op
 
 
 def _extras(module: nn.Module) -> int:
