@@ -169,7 +169,7 @@ def _add_bench_llm(kinds) -> argparse.ArgumentParser:
     t.add_argument("--sequential", action="store_true", help="calibrate blocks on what quantized ones before them give")
     t.add_argument("--seed", type=int, default=0)
     t.add_argument("--dtype", default="fp32", help="bf16, fp16 or fp32 (default fp32)")
-    t.add_argument("--min-features", type=int, default=64, help="smallest side of a quantized linear (default 64)")
+    t.add_argument("--min-features", type=int, help="smallest side of a quantized linear (default: the family's)")
     t.add_argument("--workers", type=int, default=1, help="processes that share the rows (default 1)")
     t.add_argument("--markdown", metavar="FILE", help="also write the table as Markdown")
     t.set_defaults(run=commands.bench_llm)

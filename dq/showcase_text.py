@@ -41,7 +41,7 @@ class Settings:
         windows, length, stride: of the text that scores; see `evaluate_text`.
         samples: windows that calibrate.
         off_lattice: judge the copy that `llm.scramble` makes.
-        min_features: a linear with a smaller side stays in 16 bits, and is not counted.
+        min_features: a linear with a smaller side stays in 16 bits, and is not counted; None is the family's own bound.
         sequential: calibrate every block on what the quantized ones before it give.
     """
 
@@ -56,7 +56,7 @@ class Settings:
     off_lattice: bool = False
     dtype: str = "fp32"
     device: str | None = None
-    min_features: int = 64
+    min_features: int | None = None
     sequential: bool = False
 
     def recipes(self, names: Sequence[str]) -> dict[str, Recipe | None]:
@@ -67,7 +67,8 @@ class Settings:
         """
         llm_methods.check_names(names)
         found = {n: llm_methods.recipe(n) for n in names}
-        found = {n: r and r.with_(min_features=self.min_features) for n, r in found.items()}
+        if self.min_features is not None:
+            found = {n: r and r.with_(min_features=self.min_features) for n, r in found.items()}
         calibrated = any(r is not None and r.needs_calibration for r in found.values())
         if (calibrated or set(names) & set(llm_peers.PEERS)) and self.calibration is None:
             raise DQError("recipes that calibrate need --calibration FILE, another text than the one that scores")

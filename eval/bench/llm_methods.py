@@ -16,20 +16,9 @@ from dq.registry import DQError, suggest
 _INT = {"weights": "int4/channel@mse", "activations": "int4/token"}
 _NV = {"weights": "nvfp4", "activations": "nvfp4-token"}
 _FIT = {"weights": "nvfp4@weighted_sweep", "activations": "nvfp4-token"}
-_SMOOTH, _R4 = {"name": "smooth", "search": True}, {"name": "rotate", "kind": "sylvester", "size": -1}
-_DUAL = {"name": "arc", "channels": 32, "dual": True}
-
-
-def _spin(weights: str) -> list[dict[str, Any]]:
-    return [{"name": "spinquant", "weights": weights, "activations": "int4/token", "online": True}]
-
-
-def _down(section: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rule of QuaRot and SpinQuant for the last linear of an MLP: rotated at run time."""
-    return [{"match": "mlp.down_proj", "transforms": [_R4], **section}]
-
-
-_SPUN = _INT | {"weights": "int4/channel@imatrix", "rounding": "gptq"}
+_SMOOTH, _DUAL = {"name": "smooth", "search": True}, {"name": "arc", "channels": 32, "dual": True}
+_SPIN = {"name": "spinquant", "weights": "int4/channel", "activations": "int4/token", "online": True}
+_R4 = {"transforms": [{"name": "rotate", "kind": "sylvester", "size": -1}]}  # of an MLP's last linear, at run time
 
 # Row -> the name of a preset, or the tables of a recipe.
 METHODS: dict[str, str | dict[str, Any]] = {
@@ -42,8 +31,8 @@ METHODS: dict[str, str | dict[str, Any]] = {
     "W4A4 INT4 RTN": "w4a4-int4",
     "W4A4 INT4 QuaRot": "w4a4-int4-quarot",
     "W4A4 INT4 QuaRot + GPTQ": "w4a4-int4-quarot-gptq",
-    "W4A4 INT4 SpinQuant": {"linear": _INT, "rewrites": _spin("int4/channel"), "rules": _down(_INT)},
-    "W4A4 INT4 SpinQuant + GPTQ": {"linear": _SPUN, "rewrites": _spin(""), "rules": _down(_SPUN)},
+    "W4A4 INT4 SpinQuant": {"linear": _INT, "rewrites": [_SPIN], "rules": [{"match": "mlp.down_proj"} | _INT | _R4]},
+    "W4A4 INT4 SpinQuant + GPTQ": "w4a4-int4-spinquant",
     "W4A4 NVFP4 RTN": "w4a4-nvfp4",
     "W4A4 NVFP4 4over6": {"linear": {"weights": "nvfp4@4over6", "activations": "nvfp4-token@4over6"}},
     "W4A4 NVFP4 sweep": {"linear": {"weights": "nvfp4@sweep", "activations": "nvfp4-token"}},
