@@ -26,6 +26,7 @@ _LAZY = {
     "dequantize": "dq.pipelines.api",
     "fold": "dq.pipelines.api",
     "correct": "dq.pipelines.correction",
+    "adapter_info": "dq.pipelines.adapters",
     "demo_path": "dq.pipelines.demo",
     "demo_kwargs": "dq.pipelines.demo",
     "demo_prompts": "dq.pipelines.demo",

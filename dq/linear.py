@@ -103,12 +103,26 @@ class LinearConfig:
         return out
 
 
+class _Frozen(torch.autograd.Function):
+    """A quantized linear in training: rounding has no useful derivative, so activations are passed straight through."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, layer: QuantizedLinear) -> Tensor:
+        ctx.layer = layer
+        return layer._run(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.layer.dequantized_weight(grad.dtype), None  # decoded anew: nothing of size N K is kept
+
+
 class QuantizedLinear(nn.Linear):
     """`y = Q_X(pre(x)) @ Q_W(W')^T + (x @ down^T) @ up^T + b`; see dq.ops.
 
     A subclass of `nn.Linear`, so that peft and diffusers attach adapters to it. `.weight` holds no data: it is a
-    zero-storage tensor of the logical shape [N, K] in the compute dtype, for code that asks for shape, dtype or device.
-    Scales keep their dtype under `.to(dtype)`: casting them would change every weight.
+    zero-storage tensor (NaN) of the logical shape [N, K] in the compute dtype, for code that asks for shape, dtype or
+    device. Scales keep their dtype under `.to(dtype)`: casting them would change every weight. The layer itself is
+    frozen; gradients pass through it to its input.
 
     Args:
         in_features, out_features: K and N.
@@ -175,8 +189,9 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:
-        empty = torch.empty(1, dtype=self.compute_dtype, device=self.qweight.device)
-        weight = empty.expand(self.out_features, self.in_features)
+        # NaN, not whatever lay there: code that computes with it must not go unnoticed.
+        one = torch.full((1,), torch.nan, dtype=self.compute_dtype, device=self.qweight.device)
+        weight = one.expand(self.out_features, self.in_features)
         for name, value in self.weight_marks.items():
             setattr(weight, name, value)
         return weight
@@ -208,7 +223,12 @@ class QuantizedLinear(nn.Linear):
         return LinearParams(self.qtensor, c.activations, self.steps, down, up, self.bias, scale, c.residual, c.dual)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N] in the dtype of x."""
+        """x [..., K] -> [..., N] in the dtype of x. The gradient of x is that of `x @ dequantized_weight()^T`."""
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Frozen.apply(x, self)
+        return self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
         params = self.params
         choice = self.choose(x.device, x.dtype, params)
         y = choice.backend.run(x.reshape(-1, self.in_features), params)

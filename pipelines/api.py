@@ -20,6 +20,7 @@ from dq.group import check_weights
 from dq.linear import quantized_linears
 from dq.loop import QuantizeReport, dequantize_model, quantize_model
 from dq.ops import MODES
+from dq.pipelines.adapters import base_model, refuse_adapters, without_adapters
 from dq.pipelines.calibration import DENOISERS, Prompts
 from dq.pipelines.experts import close_experts, open_experts, opened, settle
 from dq.pipelines.rewriting import REWRITTEN, apply_rewrites, check_rewrites
@@ -73,6 +74,7 @@ def _matches_any(model: nn.Module, pattern: str) -> bool:
     return any(matches(n, pattern) for n, m in model.named_modules() if isinstance(m, nn.Linear))
 
 
+@without_adapters
 def plan(obj: Any, recipe: Any, *, components: Any = None, skip: Sequence[str] = ()) -> Plan | dict[str, Plan]:
     """What `quantize` would do: rows, bytes, estimated seconds and memory. Nothing is changed.
 
@@ -88,6 +90,7 @@ def plan(obj: Any, recipe: Any, *, components: Any = None, skip: Sequence[str] =
     return next(iter(plans.values())) if len(plans) == 1 else plans
 
 
+@without_adapters
 def quantize(
     obj: Any,
     recipe: Any,
@@ -254,11 +257,14 @@ def fold(obj: Any, *, components: Any = None) -> Folded | dict[str, Folded]:
         which linears no longer divide, and why others still do; a dict of these if there are several components.
 
     Raises:
-        DQError: nothing is quantized.
+        DQError: nothing is quantized, or adapters are attached.
     """
-    done = {}
+    done, obj = {}, base_model(obj)
+    refuse_adapters(obj, "folded")
     for name, model in _models(obj, components).items():
         done[name] = fold_model(model)
+        if done[name].layers and hasattr(model, "dq_artifact"):
+            model.dq_artifact["folded"] = True
         attach(model)
     return next(iter(done.values())) if len(done) == 1 else done
 
@@ -280,6 +286,7 @@ def _plugin(model: nn.Module):
     return None
 
 
+@without_adapters
 def dequantize(obj: Any, *, components: Any = None) -> Any:
     """Puts 16-bit linears back, in place; returns `obj`. The result keeps the quantization error of the weights.
 

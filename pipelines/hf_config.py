@@ -6,17 +6,20 @@ import copy
 import functools
 import json
 import re
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from dq.checkpoint import layers_config, prepare_model
 from dq.family import matches
-from dq.linear import quantized_linears
+from dq.linear import QuantizedLinear, quantized_linears
+from dq.pipelines.adapters import refuse_adapters
 from dq.pipelines.experts import open_named
 from dq.registry import DQError, suggest
 
@@ -38,7 +41,33 @@ class DQConfigBase:
     def __init__(self, recipe: str | dict | None = None, quant_method: Any = DQMethod.DQ, **fields: Any):
         self.quant_method = DQMethod(quant_method)
         self.recipe = recipe
-        self.fields = fields
+        self._fields, self._model = fields, None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The entries, of the model as it is now where one is followed: fusing a LoRA or folding changes its layers."""
+        model = None if self._model is None else self._model()
+        if model is not None and quantized_linears(model):
+            self._fields = {k: v for k, v in config_fields(model).items() if k != "recipe"}
+        return self._fields
+
+    def follow(self, model: nn.Module):
+        """Describes this model from now on; returns itself. A copy of the model is followed by its own copy."""
+        self._model = weakref.ref(model)
+        return self
+
+    def refuse_adapters(self) -> None:
+        """Raises DQError if adapters are attached to the model that is followed: it cannot be saved as a whole then."""
+        if self._model is not None and self._model() is not None:
+            refuse_adapters(self._model(), "saved")
+
+    def __deepcopy__(self, memo: dict[int, Any]):
+        model = None if self._model is None else self._model()
+        copied = type(self)(copy.deepcopy(self.recipe, memo), self.quant_method, **copy.deepcopy(self.fields, memo))
+        return copied if memo.get(id(model)) is None else copied.follow(memo[id(model)])
+
+    def __getstate__(self):
+        return self.__dict__ | {"_fields": self.fields, "_model": None}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
@@ -72,7 +101,9 @@ class DQConfigBase:
 
 def config_fields(model: nn.Module) -> dict[str, Any]:
     """Everything a checkpoint of this quantized model must say."""
-    return {**layers_config(model), **getattr(model, "dq_artifact", {})}
+    fields = {**layers_config(model), **getattr(model, "dq_artifact", {})}
+    fields["layers"] = {name.replace(".base_layer", ""): entry for name, entry in fields["layers"].items()}  # peft's
+    return fields
 
 
 def prepare(
@@ -128,6 +159,50 @@ def _castable(original: Any) -> Any:
 
     cast.dq_castable = True
     return cast
+
+
+class StateDict(OrderedDict):
+    """A state dict that answers `[<quantized linear>.weight]` with the layer's zero-storage weight, without listing it.
+
+    diffusers looks the shapes of a LoRA's targets up there before it loads it. Copied and pickled it is an OrderedDict.
+    """
+
+    model: nn.Module
+
+    def __missing__(self, key: str) -> Tensor:
+        name, _, last = key.rpartition(".")
+        if last == "weight" and isinstance(layer := _submodule(self.model, name), nn.Module):
+            base = getattr(layer, "base_layer", layer)
+            if isinstance(base, QuantizedLinear):
+                return base.weight
+        raise KeyError(key)
+
+    def __reduce__(self):
+        state = {"_metadata": self._metadata} if hasattr(self, "_metadata") else None
+        return OrderedDict, (), state, None, iter(self.items())
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def answer_weights(model: nn.Module) -> None:
+    """Makes `model.state_dict()` a `StateDict`; a second call changes nothing."""
+    if _with_weights not in model._state_dict_hooks.values():
+        model._register_state_dict_hook(_with_weights)
+
+
+def _with_weights(model: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> StateDict | None:
+    if prefix:  # of a larger model, whose own dict is filled
+        return None
+    out = StateDict(state)
+    out.model = model
+    if hasattr(state, "_metadata"):
+        out._metadata = state._metadata
+    return out
 
 
 Header = tuple[tuple[int, ...], str]  # shape and dtype of a tensor, as a safetensors file says them

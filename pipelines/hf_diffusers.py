@@ -17,6 +17,7 @@ from dq.pipelines.hf_config import (
     DQMethod,
     Header,
     allow_casts,
+    answer_weights,
     check_names,
     check_tensors,
     config_fields,
@@ -69,6 +70,8 @@ class DQDiffusersQuantizer(DiffusersQuantizer):
         for name in names:
             keep.remove(name)
         finish_model(model)
+        self.quantization_config.follow(model)
+        answer_weights(model)
         return model
 
     def check_if_quantized_param(self, model, param_value, param_name, state_dict, **kwargs) -> bool:
@@ -94,6 +97,7 @@ class DQDiffusersQuantizer(DiffusersQuantizer):
 
     @property
     def is_serializable(self):
+        self.quantization_config.refuse_adapters()
         return True
 
     @property
@@ -107,10 +111,11 @@ class DQDiffusersQuantizer(DiffusersQuantizer):
 
 def attach(model: nn.Module) -> None:
     """Makes a model quantized in memory save and load like one that was loaded quantized."""
-    config = DQDiffusersConfig(**config_fields(model))
+    config = DQDiffusersConfig(**config_fields(model)).follow(model)
     model.hf_quantizer = DQDiffusersQuantizer(config, pre_quantized=True)
     model.is_quantized, model.quantization_method = True, DQMethod.DQ
     allow_casts(model)
+    answer_weights(model)
     model.register_to_config(quantization_config=config)
 
 

@@ -63,6 +63,7 @@ class DQTransformersQuantizer(HfQuantizer):
         for layer in quantized_linears(model).values():
             layer.__dict__.pop("weight_marks", None)
         finish_model(model)
+        self.quantization_config.follow(model)
         return model
 
     def _dequantize(self, model, dtype=None):
@@ -100,7 +101,7 @@ def _renamed(headers: dict[str, Header], model: nn.Module, quantizer: HfQuantize
 def attach(model: nn.Module) -> None:
     """Makes a model quantized in memory save and load like one that was loaded quantized."""
     release_gguf(model)
-    config = DQTransformersConfig(**config_fields(model))
+    config = DQTransformersConfig(**config_fields(model)).follow(model)
     model.config.quantization_config = config
     model.hf_quantizer = DQTransformersQuantizer(config, pre_quantized=True)
     model.is_quantized, model.quantization_method = True, DQMethod.DQ

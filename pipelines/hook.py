@@ -1,7 +1,7 @@
-"""Registers dq's quantizer in diffusers and transformers when they are imported, or at once if they already are.
+"""Registers dq in diffusers, transformers and peft when they are imported, or at once if they already are.
 
-Neither has a plug-in mechanism: transformers has a register function, diffusers two dicts. `import dq` must stay light,
-so a meta-path finder waits for the two modules, lets the ordinary machinery import them and registers right after.
+None has a plug-in mechanism: all look classes up in dicts. `import dq` must stay light, so a meta-path finder waits
+for these modules, lets the ordinary machinery import them and registers right after.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 _PLUGINS = {
     "diffusers.quantizers.auto": "dq.pipelines.hf_diffusers",
     "transformers.quantizers.auto": "dq.pipelines.hf_transformers",
+    "peft": "dq.pipelines.hf_peft",
 }
 
 

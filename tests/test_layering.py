@@ -22,7 +22,7 @@ ROWS = (
     ("linear", "plan_text"),
     ("conv",),
     ("kernels", "planning"),
-    ("checkpoint", "resume", "group", "folding"),
+    ("checkpoint", "resume", "group", "folding", "fusing"),
     ("auto", "reconstruct", "collect"),
     ("loop",),
     ("eval", "pipelines"),

@@ -12,6 +12,7 @@ from torch import nn
 from dq.linear import LinearConfig, QuantizedLinear, layer_info, quantized_linears
 from dq.ops import reference_qlinear
 from dq.qtensor import quantize
+from dq.recipe import presets
 from dq.spec import QuantSpec
 from dq.transforms import TRANSFORMS, GroupState, Step
 
@@ -279,3 +280,38 @@ def test_layer_info_prints_as_a_table(tiny):
     net(torch.randn(2, 64))
     assert "x1" in repr(layer_info(net)).splitlines()[1]
     assert repr(layer_info(nn.Linear(2, 2))).splitlines() == [repr(layer_info(nn.Linear(2, 2)))]
+
+
+@pytest.mark.parametrize("preset", presets(decoders=False))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_is_that_of_the_dequantized_weight(tiny, preset, dtype):
+    """Rounding is passed straight through; the frozen layer is unchanged and its output is what inference gives."""
+    layer, _ = tiny.layer(preset, dtype=dtype)
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    x = torch.randn(2, 5, 64).to(dtype).requires_grad_()
+    y = layer(x)
+    with torch.no_grad():
+        assert torch.equal(y, layer(x))
+    grad = torch.randn(2, 5, 48).to(dtype)
+    y.backward(grad)
+    expected = grad.double() @ layer.dequantized_weight(torch.float64)
+    assert float((x.grad - expected).norm() / expected.norm()) < (1e-5 if dtype == torch.float32 else 1e-2)
+    assert x.grad.dtype == dtype and not any(p.requires_grad for p in layer.parameters())
+    assert all(torch.equal(v.view(torch.uint8), before[k].view(torch.uint8)) for k, v in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("preset", ["w4a4-int4-svd", "w4a4-nvfp4-arc"])
+def test_gradient_when_compiled(tiny, preset):
+    layer, _ = tiny.layer(preset)
+    x, grad = torch.randn(6, 64), torch.randn(6, 48)
+    eager, compiled = x.clone().requires_grad_(), x.clone().requires_grad_()
+    layer(eager).backward(grad)
+    torch._dynamo.reset()
+    torch.compile(layer, backend="aot_eager", fullgraph=True)(compiled).backward(grad)
+    torch.testing.assert_close(compiled.grad, eager.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_that_is_computed_with_does_not_go_unnoticed(tiny):
+    """It holds no data: whoever multiplies by it gets NaN, never numbers that look right."""
+    layer, _ = tiny.layer("int8")
+    assert layer.weight.isnan().all() and (torch.randn(2, 64) @ layer.weight.T).isnan().all()
