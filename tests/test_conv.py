@@ -186,22 +186,52 @@ def test_shortcut_split_keeps_the_quiet_half(monkeypatch):
     assert wrong(net.shortcut) < 0.05 * wrong(joint.shortcut)
 
 
-def test_unet_saves_and_loads(tmp_path):
+def _unet():
     diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)
-    unet = diffusers.UNet2DConditionModel(
-        sample_size=8, block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=16, norm_num_groups=8,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        attention_head_dim=8,
+    return diffusers.UNet2DConditionModel(
+        sample_size=8, block_out_channels=(32, 64, 96), layers_per_block=2, cross_attention_dim=16, norm_num_groups=8,
+        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"), attention_head_dim=8,
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
     ).eval()  # fmt: skip
+
+
+_CALL = dict(sample=torch.ones(1, 4, 8, 8), timestep=3, encoder_hidden_states=torch.ones(1, 5, 16))
+
+
+def test_parts_of_a_unets_shortcuts_are_those_it_concatenates(monkeypatch):
+    from diffusers.models.unets import unet_2d_blocks
+
+    unet, joined, real = _unet(), [], torch.cat
+
+    class Torch:
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        @staticmethod
+        def cat(parts, dim=0):
+            joined.append(tuple(p.shape[dim] for p in parts))
+            return real(parts, dim)
+
+    monkeypatch.setattr(unet_2d_blocks, "torch", Torch())
+    with torch.no_grad():
+        unet(**_CALL)
+    rows = make_plan(unet, Recipe.load("int8").with_(min_features=16)).rows
+    parts = [r.k_parts for r in rows if r.members[0].endswith("conv_shortcut") and r.members[0].startswith("up_")]
+    assert len(joined) == 9
+    assert parts == joined
+
+
+def test_unet_saves_and_loads(tmp_path):
+    unet, kind = _unet(), type(_unet())
     report = dq.quantize(unet, Recipe.load("int8").with_(min_features=16))
     convs = [n for n, m in unet.named_modules() if isinstance(m, QuantizedConv2d)]
     assert any("conv_shortcut" in n for n in convs) and any("resnets.0.conv1" in n for n in convs)
     assert not any(n in ("conv_in", "conv_out") for n in convs)
     assert {r.name for r in report.layers} >= set(convs)
-    call = dict(sample=torch.randn(1, 4, 8, 8), timestep=3, encoder_hidden_states=torch.randn(1, 5, 16))
+    assert unet.up_blocks[1].resnets[0].conv_shortcut.config.weights.k_segments == (96, 64)
     with torch.no_grad():
-        y = unet(**call).sample
+        y = unet(**_CALL).sample
         unet.save_pretrained(tmp_path)
-        loaded = diffusers.UNet2DConditionModel.from_pretrained(tmp_path).eval()
-        assert torch.equal(loaded(**call).sample, y)
+        loaded = kind.from_pretrained(tmp_path).eval()
+        assert torch.equal(loaded(**_CALL).sample, y)

@@ -2,6 +2,8 @@
 
 Norms are affine and take the factors of what reads them; of a GEGLU the first half is the linear one. Keys and values
 of the text (attn2) are constant over steps and stay in 16 bits, as do the projections in and out of an attention.
+A 1x1 `conv_shortcut` of the up path reads [hidden | skip], whose ranges differ: two parts with scales of their own
+(Q-Diffusion, arXiv 2302.04304, section 4.2).
 """
 
 from dq.family import FAMILIES, Family, Fold
@@ -24,6 +26,17 @@ def _folds(block: str) -> tuple[Fold, ...]:
     )
 
 
+def _deep(block: int, resnet: int) -> str:
+    """The convolution that fixes the channels of what comes from below into a resnet of the up path."""
+    if resnet:
+        return f"up_blocks.{block}.resnets.{resnet - 1}.conv2"
+    return f"up_blocks.{block - 1}.upsamplers.0.conv" if block else "mid_block.resnets.1.conv2"
+
+
+_SHORTCUTS = tuple(
+    (f"up_blocks.{i}.resnets.{j}.conv_shortcut", (_deep(i, j), "...")) for i in range(5) for j in range(5)
+)
+
 FAMILIES.register(
     Family(
         name="unet",
@@ -31,6 +44,7 @@ FAMILIES.register(
         blocks=_BLOCKS,
         inputs=_GROUPS,
         lowrank=_GROUPS,
+        k_parts=_SHORTCUTS,
         folds=tuple(fold for block in _BLOCKS for fold in _folds(block)),
     )
 )
