@@ -230,6 +230,36 @@ def test_rows_of_one_matrix_must_agree(made, tmp_path):
         dq.export(model, tmp_path / "out", "comfyui")
 
 
+PRESETS = [
+    ("fp8", "bfl"), ("int8", "comfyui"), ("w4a16", "comfyui"), ("w4a16", "nunchaku-lite"),
+    ("w4a4-nvfp4", "comfyui"), ("w4a4-nvfp4", "nunchaku-lite"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("preset", "kind"), PRESETS)
+def test_presets_as_they_are(tiny, tmp_path, preset, kind):
+    """docs/exports.md says which recipe goes where; scales of INT4 modulation are rounded to BF16."""
+    model = tiny.flux(torch.bfloat16, num_layers=1, num_single_layers=1, num_attention_heads=4)
+    dq.quantize(model, tiny.recipe(preset), progress=False)
+    back = quantized_linears(dq.load_exported(dq.export(model, tmp_path / "out", kind)))
+    for name, layer in quantized_linears(model).items():
+        assert torch.equal(layer.qweight, back[name].qweight)
+        a, b = (x.dequantized_weight(torch.float32) for x in (layer, back[name]))
+        assert torch.allclose(a, b, rtol=2.0**-8, atol=0)
+
+
+def test_convolutions_have_no_form(tiny, tmp_path):
+    from diffusers import UNet2DConditionModel
+
+    build = partial(UNet2DConditionModel, block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=32,
+                    down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), sample_size=8, attention_head_dim=8,
+                    up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), norm_num_groups=8)  # fmt: skip
+    model = tiny.seeded(build, dtype=torch.bfloat16)
+    dq.quantize(model, tiny.recipe("int8"), progress=False)
+    with pytest.raises(DQError, match=r"it is a convolution, and quantized ones have no form there"):
+        dq.export(model, tmp_path / "out", "comfyui")
+
+
 def test_linears_of_one_input_share_their_one_scale(made):
     """Per-tensor FP8: q, k and v are one matrix elsewhere, so they have one scale."""
     layers = quantized_linears(made(recipe("fp8_e4m3/tensor"), torch.float32))
@@ -275,7 +305,7 @@ def test_a_failed_export_leaves_nothing(made, tmp_path, monkeypatch):
 
 
 def test_pipelines(tiny, tmp_path):
-    """modelopt: the whole pipeline, which diffusers can open; ComfyUI: the file of what is quantized."""
+    """modelopt: the whole pipeline, as it lays it out itself; ComfyUI: the file of what is quantized."""
     pipe = tiny.flux_pipeline(torch.bfloat16)
     with pytest.raises(DQError, match="nothing in FluxPipeline is quantized"):
         dq.export(pipe, tmp_path / "out", "comfyui")
