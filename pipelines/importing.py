@@ -32,7 +32,7 @@ def load_exported(
     Args:
         source: a local folder, written by `dq.export` or by another tool in the same layout; of a pipeline the folder
             of the component. Or one safetensors file.
-        dtype: of everything that is not quantized; default: what the config or the tensors say.
+        dtype: of everything that is not quantized; default: what the config or every tensor says.
         config: folder (or file) of the model's config.json, where none lies beside the file.
 
     Raises:
@@ -164,10 +164,11 @@ def _diffusers(model: nn.Module, files: Files, stored: dict[str, Stored], dtype:
     if any(k not in here for k in [*files.tensors, *(f"{n}.weight" for n in stored)]):
         stored, files.tensors = _renamed(model, stored, files.tensors)
     config, payload = _buffers(stored, files.path)
-    dtype = dtype or _usual_dtype(files.tensors)
-    prepare_model(model, config, dtype)
+    prepare_model(model, config, dtype or _usual_dtype(files.tensors))
     keep = getattr(cls, "_keep_in_fp32_modules", None) or ()
-    plain = {k: _cast(t, torch.float32 if _kept(k, keep) else dtype) for k, t in files.tensors.items()}
+    plain = dict(files.tensors)
+    if dtype is not None:
+        plain = {k: _cast(t, torch.float32 if _kept(k, keep) else dtype) for k, t in plain.items()}
     result = model.load_state_dict(plain | payload, strict=False, assign=True)
     missing, extra = result.missing_keys, result.unexpected_keys
     if missing or extra:

@@ -166,6 +166,8 @@ def test_comfyui_file(made, tmp_path):
     header = json.loads(safe_open(out / "flux-int8.safetensors", "pt").metadata()["_quantization_metadata"])
     assert header["format_version"] == "1.0" and header["layers"]["double_blocks.0.img_attn.qkv"] == said
     assert torch.equal(tensors["img_in.weight"], model.x_embedder.weight)
+    half = dq.load_exported(out, torch.float16)
+    assert half.x_embedder.weight.dtype == half.transformer_blocks[0].attn.to_q.bias.dtype == torch.float16
     halves = model.norm_out.linear.weight.chunk(2)
     assert torch.equal(tensors["final_layer.adaLN_modulation.1.weight"], torch.cat([halves[1], halves[0]]))
 
