@@ -67,6 +67,17 @@ def test_exports_of_diffusers_models(tiny, tmp_path, kind):
     assert only(file).groups == found.groups
 
 
+def test_nunchaku_lite(tiny, tmp_path):
+    """Its two sections; a zero low-rank branch of rank 16 on every W4A4 linear counts."""
+    model = tiny.flux(torch.bfloat16, num_layers=1, num_single_layers=1, num_attention_heads=4)
+    dq.quantize(model, recipe("nvfp4", "nvfp4-token", "int4/group64"), progress=False)
+    found = only(dq.export(model, tmp_path / "out", "nunchaku-lite"))
+    forms = {g.format: g for g in found.groups}
+    assert set(forms) == {"nvfp4 per group 16 (svdq_w4a4)", "int4 per group 64 (awq_w4a16)"}
+    assert forms["nvfp4 per group 16 (svdq_w4a4)"].extra == "smooth, low rank 16"
+    assert forms["int4 per group 64 (awq_w4a16)"].bits == 4 + 2 * 16 / 64
+
+
 @pytest.mark.parametrize(
     ("weights", "activations", "form", "acts", "bits"),
     [
