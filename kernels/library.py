@@ -12,8 +12,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _LIBRARY = torch.library.Library("dq", "FRAGMENT")
+_COMPILED: dict[tuple, tuple] = {}
+_MOST = 8192  # launches remembered
 
 
 def interpreted() -> bool:
@@ -66,6 +69,39 @@ def native_fp8(device: torch.device) -> bool:
 def multiprocessors(index: int | None) -> int:
     """Streaming multiprocessors of a CUDA device; a small number for the interpreter, where programs run in turn."""
     return 2 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> None:
+    """`kernel[grid](*arguments, **constants)` on the device of the first argument.
+
+    Triton looks at every argument of every call, which takes the host longer than a GPU takes for a small layer. Here
+    a launch that was seen before, with the same numbers and tensors of the same dtypes and alignment, goes straight to
+    the compiled kernel.
+
+    Args:
+        arguments: tensors and numbers, those of the kernel that are not compile-time constants.
+        constants: the rest, and options of the compiler; one object for the same content, e.g. from an `lru_cache`.
+    """
+    device = arguments[0].device
+    if device.type != "cuda":
+        kernel[grid](*arguments, **constants)
+        return
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, grid, arguments, constants)
+        return
+    kinds = [(a.dtype, a.data_ptr() & 15) if isinstance(a, Tensor) else a for a in arguments]
+    key = (id(constants), device.index, *kinds)
+    found = _COMPILED.get(key)
+    if found is None:
+        compiled = kernel[grid](*arguments, **constants)
+        rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        if len(_COMPILED) >= _MOST:
+            _COMPILED.clear()
+        _COMPILED[key] = (compiled, rest, constants)  # kept alive: its id is part of the key
+        return
+    compiled, rest, _ = found
+    compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
 
 
 def define(

@@ -7,7 +7,6 @@ The second level is one per row, so a GEMM takes the factors in its epilogue. `p
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dq.kernels.activation.front import Front, apply_front
 from dq.kernels.activation.grids import Grid, grid_of, target_refused
 from dq.kernels.activation.reference import activate_reference, packed_reference
-from dq.kernels.library import capability, define
+from dq.kernels.library import capability, define, launch
 from dq.registry import DQError
 from dq.spec import QuantSpec
 from dq.transforms import Step
@@ -44,9 +43,10 @@ def why_not(steps: list[Step], grid: QuantSpec, target: str, width: int, residua
     key = (tuple(_kind(s) for s in steps), _rotation(steps), grid, target, width, residual)
     if torch.compiler.is_compiling():  # traced once, and not through a cache
         return _reason(*key)
-    if key not in _REASONS:
-        _REASONS[key] = _reason(*key)
-    return _REASONS[key]
+    found = _REASONS.get(key)
+    if found is None:
+        found = _REASONS[key] = _reason(*key)
+    return found
 
 
 def _kind(step: Step) -> str:
@@ -102,18 +102,9 @@ def _launch(
     if m:
         period = 1 if mod_scale is None else m // len(mod_scale)
         scales = factors if _by_group(kind, target) else blocks
-        with _on(x.device):
-            activate_kernel[(m,)](
-                x, *(x if t is None else t for t in vectors), codes.view(torch.uint8), factors, scales,
-                *strides, period, rank, width, eps, **constants,
-            )  # fmt: skip
+        data = (x, *(x if t is None else t for t in vectors), codes.view(torch.uint8), factors, scales)
+        launch(activate_kernel, (m,), (*data, *strides, period, rank, width, eps), constants)
     return codes, factors, blocks
-
-
-def _on(device: torch.device):
-    """Makes a CUDA device the current one, where Triton launches; costs nothing if it is."""
-    other = device.type == "cuda" and device.index != torch.cuda.current_device()
-    return torch.cuda.device(device) if other else nullcontext()
 
 
 @lru_cache(maxsize=1024)  # of every launch
@@ -140,7 +131,7 @@ def _bytes(columns: int, target: str) -> int:
 
 def _empty(x, kind, target, group, residual, dual, width) -> tuple[Tensor, Tensor, Tensor]:
     """Unfilled results: codes, factors, and block scales of the target `packed`."""
-    m, groups = len(x), 0 if not group else -(-(x.shape[1] + residual * (1 + dual)) // group)
+    m, groups = x.shape[0], 0 if not group else -(-(x.shape[1] + residual * (1 + dual)) // group)
     codes = x.new_empty(m, width, dtype=_CODES[target])
     factors = x.new_empty(m, groups if _by_group(kind, target) else 1, dtype=torch.float32)
     return codes, factors, x.new_empty(m, groups if target == "packed" else 0, dtype=torch.uint8)
@@ -181,7 +172,7 @@ def _spec_of(kind: str, group: int, half: bool, rule: str) -> QuantSpec:
     name = {"int4-group": "int4", "nvfp4": "fp4_e2m1", "mxfp4": "fp4_e2m1"}.get(kind, "fp8_e4m3")
     spec = QuantSpec(name, "group", group, scale_format="fp16" if half else "fp32", dynamic=True)
     if kind == "nvfp4":
-        return spec.with_(scale_format="fp8_e4m3", global_scale="token")
+        return spec.with_(scale_format="fp8_e4m3", global_scale="token", scale_rule=rule or "absmax")
     return spec.with_(scale_format="e8m0", scale_rule=rule) if rule else spec
 
 
@@ -293,12 +284,27 @@ def _checked(x, steps, grid, target, residual, dual, extra, have, width, front) 
         reason = f"width {width} is less than the {have} columns that there are"
     if reason:
         raise DQError(reason)
-    kind, front = grid_of(grid), front or _NOTHING
+    return unchecked(x, steps, grid, target, residual, dual, extra, width or have, front or _NOTHING)
+
+
+def unchecked(
+    x: Tensor,
+    steps: list[Step],
+    grid: QuantSpec,
+    target: str,
+    residual: int,
+    dual: bool,
+    extra: Tensor | None,
+    width: int,
+    front: Front = _NOTHING,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator itself, for a caller that has asked `why_not`; (codes, factors, block scales)."""
+    k, kind = x.shape[-1], grid_of(grid)
     return _activate(
         _rows(x.detach(), k), _rows(front.gate, k), front.weight, front.bias, front.scale, front.shift,
         _tensor(steps, "shift", "shift"), _tensor(steps, "smooth", "factor"), _tensor(steps, "permute", "order"),
         None if extra is None else _rows(extra, extra.shape[-1]), kind.kind, target, kind.group, kind.half, kind.rule,
-        front.kind, front.eps, _rotation(steps), residual, dual, width or have,
+        front.kind, front.eps, _rotation(steps), residual, dual, width,
     )  # fmt: skip
 
 

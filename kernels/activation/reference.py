@@ -82,7 +82,7 @@ def activate_reference(
             rest = value[:, tail] - _e4m3(value[:, tail])
         else:
             rest = x[:, tail] - meant[:, tail]
-            rest = _values(rest, _under(rest, scales, spec), grid, spec, base)[0]
+            rest = _values(rest, _under(rest, spec, x), grid, spec, base)[0]
         parts += [rest] + [value[:, tail]] * dual
     factor = base * second
     if extra is not None:
@@ -96,11 +96,11 @@ def _padded(codes: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(codes.view(torch.uint8), (0, width - codes.shape[1])).view(codes.dtype)
 
 
-def _under(x: Tensor, scales: Scales, spec: QuantSpec) -> Scales:
-    """E4M3 block scales of x [M, K] under the second level of other scales."""
-    top = x.unflatten(1, (-1, spec.columns)).abs().amax(2)
-    scale = (divide(top, spec.fmt.divisor) / scales.global_scale).clamp(2.0**-9, 448.0)
-    return scales._replace(scale=torch.where(top > 0, scale, 2.0**-9).to(torch.float8_e4m3fn))
+def _under(rest: Tensor, spec: QuantSpec, whole: Tensor) -> Scales:
+    """E4M3 block scales of rest [M, S] under the second level of the rows `whole` [M, K]."""
+    scales = choose_scale(rest, spec, whole.abs().amax(1))
+    filled = rest.unflatten(1, (-1, spec.columns)).abs().amax(2) > 0
+    return scales._replace(scale=torch.where(filled, scales.scale.to(torch.float32), 2.0**-9).to(torch.float8_e4m3fn))
 
 
 def packed_reference(
@@ -113,7 +113,7 @@ def packed_reference(
     parts, blocks = [q.codes[:, :used]], [scales.scale]
     if residual:
         rest = (x - q.dequantize())[:, -residual:]
-        own = _under(rest, scales, spec)
+        own = _under(rest, spec, x)
         parts += [encode(rest, own, spec).codes] + [parts[0][:, -residual // 2 :]] * dual
         blocks += [own.scale] + [scales.scale[:, -residual // spec.columns :]] * dual
     codes = _padded(torch.cat(parts, 1), width)

@@ -55,9 +55,9 @@ def _width(params: LinearParams) -> int:
 
 def _run(x: Tensor, params: LinearParams, faithful: bool) -> Tensor:
     """x [M, K] -> [M, N]; products in E4M3, accumulation in float32, one rounding to BF16; few rows: see the module."""
-    if not len(x):
+    if not x.shape[0]:
         return x.new_zeros(0, params.weight.shape[0])
-    if not faithful and len(x) <= gemv.LIMIT:
+    if not faithful and x.shape[0] <= gemv.LIMIT:
         return run_16bit(x, params)
     low = None if params.down is None else x.to(params.down.dtype) @ params.down.T
     grid, width = params.activations if faithful else rows.FP8, _width(params)

@@ -59,7 +59,7 @@ def _run(x: Tensor, params: LinearParams) -> Tensor:
     four = layout.layout_of(weight.spec).bits == 4
     values = expand(weight, torch.int8)[0] if four else weight.codes[:, : weight.shape[1]]
     groups = -(-weight.shape[1] // group) if group else 1
-    sa, sb = _scales(scale, len(x), groups), _scales(weight.scale, len(values), groups)
+    sa, sb = _scales(scale, x.shape[0], groups), _scales(weight.scale, len(values), groups)
     return add_low_rank(gemm.gemm(codes, values, sa, sb, params.bias, group, 1, x.dtype), x, params)
 
 

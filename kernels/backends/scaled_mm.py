@@ -36,13 +36,13 @@ def _refuse(params: LinearParams, device: torch.device, dtype: torch.dtype) -> s
 def _static(x: Tensor, params: LinearParams) -> tuple[Tensor, Tensor]:
     scaled = apply_steps(x.to(torch.float32), params.steps) / params.input_scale
     codes = scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    return codes, params.input_scale.expand(len(x), 1).contiguous()
+    return codes, params.input_scale.expand(x.shape[0], 1).contiguous()
 
 
 def _run(x: Tensor, params: LinearParams) -> Tensor:
     """x [M, K] -> [M, N]; products in E4M3, accumulation in float32, one rounding to BF16."""
     weight = params.weight
-    if not len(x):
+    if not x.shape[0]:
         return x.new_zeros(0, weight.shape[0])
     if params.input_scale is not None:
         codes, scale = _static(x, params)

@@ -17,12 +17,15 @@ The result is an ordinary tensor of the caching allocator: layers that run one a
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dq.kernels.gemm import layout as layouts
 from dq.kernels.gemm.layout import Layout
-from dq.kernels.library import capability, define, native_fp8
+from dq.kernels.library import capability, define, launch, native_fp8
 from dq.qtensor import QTensor
 from dq.scales import ceil_log2, divide, power
 
@@ -55,58 +58,52 @@ def _launch(codes, scale, unit, up, kind, group, rows, k, width, dtype) -> tuple
     base = torch.empty(n, dtype=torch.float32, device=codes.device)
     if not n or not width:
         return out, base
-    rank, extra = 0 if up is None else up.shape[1], width - k
-    scales = as_bytes(scale)
-    data = (scales, scales if unit is None else unit, scales if up is None else up, as_bytes(out))
-    sizes = (n, k, groups)
-    options = dict(
-        KIND=KINDS[kind], SCALE=scale_kind(scale), UNIT=unit_kind(unit), FP8=native_fp8(codes.device),
-        # E4M3 scales need no row maximum: one compiled kernel for every K.
-        GROUPS=1 if scale_kind(scale) == 1 else _pow2(groups), RANK=_pow2(rank) if rank else 0,
-        EXTRA=_pow2(extra) if extra else 0, num_warps=4,
+    rank, stride = 0 if up is None else up.shape[1], codes.shape[1]
+    scales, target = as_bytes(scale), as_bytes(out)
+    words = dtype == torch.float8_e4m3fn and not (k % 8 or width % 4 or stride % 4)
+    words = words and capability(codes.device) >= (8, 9)
+    options, grid, steps = _plan(
+        n, k, groups, width, rank, kind, group, scale_kind(scale), unit_kind(unit), _TARGETS[dtype], words,
+        codes.is_cuda, native_fp8(codes.device),
     )  # fmt: skip
-    size = (group if groups > 1 else 0) or 64  # elements that a tile takes at one scale
-    words = dtype == torch.float8_e4m3fn and capability(codes.device) >= (8, 9) and not (k % 8 or width % 4)
-    if words and codes.shape[1] % 4 == 0:
-        _launch_words(codes, data, base, sizes, rank, width, rows or n, size, options)
+    vectors = (scales, scales if unit is None else unit, scales if up is None else up)
+    if words:
+        from dq.kernels.gemm.jit.words import expand_words_kernel
+
+        data = (codes.view(torch.int32), *vectors, target, out.view(torch.int32), base)
+        launch(expand_words_kernel, grid, (*data, n, k, groups, stride // 4, rank, width, rows or n, steps), options)
     else:
-        _launch_values(codes, data, base, sizes, rank, width, rows or n, size, options | dict(TARGET=_TARGETS[dtype]))
+        from dq.kernels.gemm.jit.expand import expand_kernel
+
+        data = (as_bytes(codes).view(torch.uint8), *vectors, target, base)
+        launch(expand_kernel, grid, (*data, n, k, groups, stride, rank, width, rows or n, steps), options)
     return out, base
 
 
-def _grid(n: int, bn: int, steps: int) -> tuple[int, int]:
-    """Programs over rows, and over columns where rows alone are too few to fill a GPU."""
-    blocks = -(-n // bn)
-    return blocks, max(1, min(steps, 2048 // blocks))
-
-
-def _launch_values(codes, data, base, sizes, rank, width, rows, size, options) -> None:
-    from dq.kernels.gemm.jit.expand import expand_kernel
-
-    scale, unit, up, out = data
-    eight = options["KIND"] >= 2
-    tile = dict(BYTES=size if eight else size // 2, BN=4 if codes.is_cuda else 8)
-    tile["BG"] = max(1, (1024 if codes.is_cuda else 128) // size)
-    steps = -(-sizes[1] // (size * tile["BG"]))
-    expand_kernel[_grid(sizes[0], tile["BN"], steps)](
-        as_bytes(codes).view(torch.uint8), scale, unit, up, out, base,
-        *sizes, codes.shape[1], rank, width, rows, steps, **options, **tile,
+@lru_cache(maxsize=1024)  # of every launch
+def _plan(
+    n: int, k: int, groups: int, width: int, rank: int, kind: str, group: int, scale: int, unit: int, target: int,
+    words: bool, on_gpu: bool, fp8: bool,
+) -> tuple[dict[str, Any], tuple[int, int], int]:  # fmt: skip
+    """(compile-time arguments and options, grid, steps along K) of the kernel for values, or of the one for words."""
+    extra = width - k
+    options = dict(
+        KIND=KINDS[kind], SCALE=scale, UNIT=unit, FP8=fp8, RANK=_pow2(rank) if rank else 0,
+        # E4M3 scales need no row maximum: one compiled kernel for every K.
+        GROUPS=1 if scale == 1 else _pow2(groups), EXTRA=_pow2(extra) if extra else 0, num_warps=4,
     )  # fmt: skip
-
-
-def _launch_words(codes, data, base, sizes, rank, width, rows, size, options) -> None:
-    from dq.kernels.gemm.jit.words import expand_words_kernel
-
-    scale, unit, up, out = data
-    # Where the largest scale of a row is needed, a program is one row, which finds it alone.
-    one = options["GROUPS"] > 1
-    rest = dict(BN=1, BG=max(1, 2048 // size), num_warps=2) if one else dict(BN=4, BG=max(1, 1024 // size))
-    tile, options = dict(WORDS=size // 8), options | rest
-    steps = -(-sizes[1] // (size * options["BG"]))
-    expand_words_kernel[_grid(sizes[0], options["BN"], steps)](
-        codes.view(torch.int32), scale, unit, up, out, out.view(torch.int32), base,
-        *sizes, codes.shape[1] // 4, rank, width, rows, steps, **options, **tile,
-    )  # fmt: skip
+    size = (group if groups > 1 else 0) or 64  # elements that a tile takes at one scale
+    if not words:
+        options |= dict(BYTES=size if options["KIND"] >= 2 else size // 2, BN=4 if on_gpu else 8, TARGET=target)
+        options["BG"] = max(1, (1024 if on_gpu else 128) // size)
+    elif options["GROUPS"] > 1:
+        # Where the largest scale of a row is needed, a program is one row, which finds it alone.
+        options |= dict(WORDS=size // 8, BN=1, BG=max(1, 2048 // size), num_warps=2)
+    else:
+        options |= dict(WORDS=size // 8, BN=4, BG=max(1, 1024 // size))
+    steps, blocks = -(-k // (size * options["BG"])), -(-n // options["BN"])
+    # Programs over rows, and over columns where rows alone are too few to fill a GPU.
+    return options, (blocks, max(1, min(steps, 2048 // blocks))), steps
 
 
 def _reference(codes, scale, unit, up, kind, group, rows, k, width, dtype) -> tuple[Tensor, Tensor]:

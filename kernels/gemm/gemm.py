@@ -8,26 +8,30 @@ before it is added, so `int4/group64` and DeepSeek's FP8 (1x128 activations, 128
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from dq.kernels.library import capability, define
+from dq.kernels.library import capability, define, launch
 
 GROUPS = (0, 32, 64, 128)  # columns of a group that the kernel takes; 0 for one scale per row
 
 
 def _tiles(m: int, n: int, group: int, device: torch.device) -> dict[str, int]:
-    """Block sizes: 128 x 256 suits large shared memories (A100, Hopper, B200); Ada and its like have 99 KB; fewer rows
-    take smaller tiles, the interpreter the smallest."""
+    """Block sizes: of Hopper as measured on an H200; 128 x 256 suits other large shared memories (A100, B200); Ada and
+    its like have 99 KB; fewer rows take smaller tiles, the interpreter the smallest."""
     if device.type != "cuda":
         return dict(BM=16, BN=16, BK=group or 32, BAND=2, num_warps=4, num_stages=1)
     large = capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3))
     if group:
-        size = dict(BM=128, BN=128, num_warps=8) if m > 64 else dict(BM=64, BN=64, num_warps=4)
-        return dict(**size, BK=group, BAND=8, num_stages=3 if large else 2)
+        # Partial sums leave the tensor cores after each group: small tiles, so that others multiply in the meantime.
+        return dict(BM=64, BN=128 if m > 64 else 64, BK=group, BAND=32, num_warps=4, num_stages=4 if large else 3)
+    if m > 64 and capability(device)[0] == 9:  # two programs share a multiprocessor: one multiplies, one stores
+        return dict(BM=128, BN=128, BK=128, BAND=8, num_warps=4, num_stages=3)
     if m > 512 and n >= 1024 and large:
-        stages = 4 if capability(device)[0] == 9 else 3
-        return dict(BM=128, BN=256, BK=128, BAND=16, num_warps=8, num_stages=stages)
+        return dict(BM=128, BN=256, BK=128, BAND=16, num_warps=8, num_stages=3)
     if m > 64:
         return dict(BM=128, BN=128, BK=128 if large else 64, BAND=8, num_warps=8, num_stages=3)
     return dict(BM=64 if m > 32 else 32 if m > 16 else 16, BN=64, BK=128, BAND=8, num_warps=4, num_stages=4)
@@ -40,14 +44,21 @@ def _launch(a, b, sa, sb, bias, group, rows, dtype) -> Tensor:
     out = torch.empty(m, n, dtype=dtype, device=a.device)
     if not m or not n:
         return out
-    tile = _tiles(m, n, group, a.device)
-    grid = (-(-m // tile["BM"]) * -(-n // tile["BN"]),)
-    gemm_kernel[grid](
-        a.contiguous(), b.contiguous(), sa.contiguous(), sb.contiguous(), out if bias is None else bias, out,
-        m, n, k, sa.shape[1], rows, INTEGER=a.dtype == torch.int8, GROUPED=group > 0, BIAS=bias is not None,
-        EVEN=k % tile["BK"] == 0, **tile,
-    )  # fmt: skip
+    constants, grid = _plan(m, n, k, group, rows, a.dtype == torch.int8, bias is not None, a.device)
+    data = (a.contiguous(), b.contiguous(), sa.contiguous(), sb.contiguous(), out if bias is None else bias, out)
+    launch(gemm_kernel, grid, (*data, m, n, k, sa.shape[1], rows), constants)
     return out
+
+
+@lru_cache(maxsize=1024)  # of every launch
+def _plan(
+    m: int, n: int, k: int, group: int, rows: int, integer: bool, bias: bool, device: torch.device
+) -> tuple[dict[str, Any], tuple[int]]:
+    """(compile-time arguments and options, grid)."""
+    tile = _tiles(m, n, group, device)
+    block = group > 0 and rows % tile["BN"] == 0
+    flags = dict(INTEGER=integer, GROUPED=group > 0, BLOCK=block, BIAS=bias, EVEN=k % tile["BK"] == 0)
+    return flags | tile, (-(-m // tile["BM"]) * -(-n // tile["BN"]),)
 
 
 def _reference(a, b, sa, sb, bias, group, rows, dtype) -> Tensor:
@@ -102,8 +113,8 @@ def scaled_mm(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None)
     1e-3 where the operands' own rounding loses 4e-2, and gains 15 %. Up to `FEW` rows, and on the CPU: `gemm`.
     """
     bias = None if bias is None else bias.to(torch.bfloat16)
-    if len(a) <= FEW or a.device.type == "cpu":
+    if a.shape[0] <= FEW or a.device.type == "cpu":
         return gemm(a, b, sa, sb[:, None], bias)
     return torch._scaled_mm(
-        a, b.t(), scale_a=sa, scale_b=sb[None], bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
+        a.contiguous(), b.t(), scale_a=sa, scale_b=sb[None], bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
     )

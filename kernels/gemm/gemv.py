@@ -8,13 +8,16 @@ and one pass that writes W in 16 bits pays off.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dq.kernels.gemm import expand as expansion
 from dq.kernels.gemm import layout as layouts
 from dq.kernels.gemm.layout import Layout
-from dq.kernels.library import define, multiprocessors
+from dq.kernels.library import define, launch, multiprocessors
 from dq.qtensor import QTensor
 
 LIMIT = 16
@@ -30,12 +33,11 @@ def _counters(device: torch.device, size: int) -> Tensor:
     return found
 
 
-def _geometry(lay: Layout, scale: Tensor, half: bool) -> dict[str, int | bool]:
+def _geometry(lay: Layout, groups: int, scale: int, half: bool) -> dict[str, int | bool]:
     """How far a step goes, and where its scale is applied. E2M1 times its scale is exact in BF16, so many groups fit in
     a step; INT4 times a float is not, so a step is one group."""
-    groups = scale.shape[1]
     per_byte = 2 if lay.bits == 4 else 1
-    exact = lay.kind == "e2m1" and (scale.dtype == torch.float8_e4m3fn or (scale.dtype == torch.uint8 and not half))
+    exact = lay.kind == "e2m1" and (scale == 1 or (scale == 2 and not half))  # E4M3, powers of two
     if groups == 1:
         return dict(BYTES=64, INSIDE=0, PER_STEP=False)
     if exact and lay.group <= 32:
@@ -45,46 +47,66 @@ def _geometry(lay: Layout, scale: Tensor, half: bool) -> dict[str, int | bool]:
 
 def _too_small(lay: Layout, scale: Tensor, half: bool) -> bool:
     """Whether a step would be smaller than the 16 columns of one kind that a product takes."""
-    return lay.bits == 4 and scale.shape[1] > 1 and _geometry(lay, scale, half)["BYTES"] < 16
+    groups = scale.shape[1]
+    return lay.bits == 4 and groups > 1 and _geometry(lay, groups, expansion.scale_kind(scale), half)["BYTES"] < 16
 
 
-def _blocks(m: int, n: int, steps: int, device: torch.device) -> tuple[dict[str, int], int]:
-    """Tile and split of K: enough programs of one warp to keep the memory of every multiprocessor busy."""
+def _blocks(m: int, n: int, steps: int, small: bool, device: torch.device) -> tuple[dict[str, int], int]:
+    """Tile and split of K: among few warps, so that each has steps to keep its loads in flight over; among programs
+    where rows of W alone are too few to keep the memory of every multiprocessor busy. Of `small` steps, two at a
+    time."""
     on_gpu = device.type == "cuda"
-    bn, bm = 32 if on_gpu else 16, 8 if m <= 8 else 16
-    tiles = -(-n // bn)
-    split = max(1, min(16 * multiprocessors(device.index if on_gpu else None) // tiles, steps // 4, 32))
-    return dict(BN=bn, BM=bm, SPLIT=split > 1, num_warps=1, num_stages=3 if on_gpu else 1), split
+    bn, bm = 32 if on_gpu and m > 1 else 16, 1 if m == 1 else 8 if m <= 8 else 16
+    tiles, units = -(-n // bn), multiprocessors(device.index if on_gpu else None)
+    warps = 2
+    while warps < 8 and (tiles * warps < 16 * units or warps < 4) and steps >= 6 * warps:
+        warps *= 2
+    split = max(1, min(8 * units // (tiles * warps), steps // (2 * warps), 32))
+    tile = dict(BN=bn, BM=bm, S=warps, UNROLL=2 if small else 1, SPLIT=split > 1, num_warps=warps)
+    return tile | dict(num_stages=3 if on_gpu else 1), split
+
+
+@lru_cache(maxsize=1024)  # of every launch
+def _plan(
+    m: int, n: int, k: int, lay: Layout, groups: int, scale: int, unit: int, bias: bool, half: bool,
+    device: torch.device,
+) -> tuple[dict[str, Any], int, int]:  # fmt: skip
+    """(compile-time arguments and options, programs over K, steps of one warp)."""
+    import triton.language as tl
+
+    shape = _geometry(lay, groups, scale, half)
+    size = shape["BYTES"] * (2 if lay.bits == 4 else 1)
+    steps = -(-k // size)
+    tile, split = _blocks(m, n, steps, shape["BYTES"] < 64, device)
+    each = -(-steps // (split * tile["S"] * tile["UNROLL"]))
+    on_gpu = device.type == "cuda"
+    dtype = tl.float32 if not on_gpu else tl.float16 if half else tl.bfloat16
+    flags = dict(KIND=expansion.KINDS[lay.kind], SCALE=scale, UNIT=unit, BIAS=bias, dtype=dtype, ASM=on_gpu)
+    return flags | shape | tile | dict(EVEN=k == each * tile["UNROLL"] * tile["S"] * split * size), split, each
 
 
 def _launch(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
-    import triton.language as tl
-
     from dq.kernels.gemm.jit.gemv import gemv_kernel
 
-    (m, k), n = x.shape, len(codes)
+    (m, k), n, groups = x.shape, len(codes), scale.shape[1]
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if not m or not n:
         return out
-    half = x.dtype == torch.float16
-    lay = Layout(kind, group if scale.shape[1] > 1 else 0, rows)
-    shape = _geometry(lay, scale, half)
-    size = shape["BYTES"] * (2 if lay.bits == 4 else 1)
-    steps = -(-k // size)
-    tile, split = _blocks(m, n, steps, x.device)
-    dtype = tl.float32 if not x.is_cuda else tl.float16 if half else tl.bfloat16
+    constants, split, each = _plan(
+        m, n, k, Layout(kind, group if groups > 1 else 0, rows), groups, expansion.scale_kind(scale),
+        expansion.unit_kind(unit), bias is not None, x.dtype == torch.float16, x.device,
+    )  # fmt: skip
+    tiles = -(-n // constants["BN"])
     partial, counter = out, out
     if split > 1:
         partial = torch.empty(split, m, n, dtype=torch.float32, device=x.device)
-        counter = _counters(x.device, -(-n // tile["BN"]))
-    scale_bytes = expansion.as_bytes(scale)
-    gemv_kernel[(-(-n // tile["BN"]), split)](
-        x.contiguous(), expansion.as_bytes(codes).view(torch.uint8), scale_bytes, scale_bytes if unit is None else unit,
+        counter = _counters(x.device, tiles)
+    scales = expansion.as_bytes(scale)
+    data = (
+        x.contiguous(), expansion.as_bytes(codes).view(torch.uint8), scales, scales if unit is None else unit,
         out if bias is None else bias, out, partial, counter,
-        m, n, k, scale.shape[1], codes.shape[1], rows or n, steps, split,
-        KIND=expansion.KINDS[kind], SCALE=expansion.scale_kind(scale), UNIT=expansion.unit_kind(unit),
-        BIAS=bias is not None, dtype=dtype, ASM=x.is_cuda, EVEN=k % size == 0, **shape, **tile,
     )  # fmt: skip
+    launch(gemv_kernel, (tiles, split), (*data, m, n, k, groups, codes.shape[1], rows or n, each, split), constants)
     return out
 
 

@@ -39,7 +39,8 @@ def activate(
         width: columns of the result, the last ones zero.
     """
     if not api.why_not(steps, grid, target, x.shape[1], residual):
-        return api.activate(x, steps, grid, target, residual, dual, extra, width)
+        have = x.shape[1] + residual * (1 + dual) + (0 if extra is None else 3 * extra.shape[1])
+        return api.unchecked(x, steps, grid, target, residual, dual, extra, width or have)[:2]
     return by_torch(x, steps, grid, target, residual, dual, extra, width)
 
 
@@ -69,7 +70,7 @@ def by_torch(
         parts.append(two_stages(extra.to(torch.float32) / scale, (0, 1, 0)))
     have = sum(p.shape[1] for p in parts)
     if width is not None and width > have:
-        parts.append(x32.new_zeros(len(x), width - have))
+        parts.append(x32.new_zeros(x.shape[0], width - have))
     joined = torch.cat(parts, 1) if len(parts) > 1 else value
     return joined.clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
 

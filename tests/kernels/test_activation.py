@@ -19,6 +19,7 @@ from dq.transforms import Step
 CASES = Path(__file__).with_name("activation_cases.py")
 GENERATIONS = (80, 89, 90, 100, 120)
 GRIDS = ("int8/token", "int4/token", "int4/group64/fp32", "nvfp4-token", "mxfp4", "mxfp8@even", "fp8-block-token")
+GRIDS += ("nvfp4-token@4over6",)
 FP8 = QuantSpec.parse("fp8_e4m3/token")
 NVFP4 = QuantSpec.parse("nvfp4-token")
 ROTATE = Step("rotate", params={"size": 256})
@@ -130,6 +131,8 @@ def ptx_count(ptx: str, word: str) -> int:
         ([], QuantSpec.parse("nvfp4"), "e4m3", 512, 0, "no activation kernel"),
         ([], QuantSpec.parse("fp8_e5m2/token"), "e4m3", 512, 0, "no activation kernel"),
         ([], QuantSpec.parse("int8/token@mse"), "int8", 512, 0, "absmax"),
+        ([], QuantSpec.parse("nvfp4-token@sweep"), "e4m3", 512, 0, "absmax"),
+        ([], QuantSpec.parse("nvfp4-token@4over6"), "e4m3", 512, 32, ""),
         ([], FP8, "e4m3", 40000, 0, "at most 32768"),
         ([], FP8, "e4m3", 512, 16, ""),
         ([], FP8, "e4m3", 512, 513, "residual"),

@@ -69,6 +69,21 @@ def test_compiles_without_a_break(name):
         assert torch.equal(compiled(x), run(x, params))
 
 
+@pytest.mark.parametrize("name", ["cublaslt-fp8", "expand-fp8", "int8-mma", "w4a16-gemv", "fp8-block"])
+def test_one_graph_for_any_size(name):
+    """With `dynamic=True` a layer, its rotation included, is traced once for few and once for many rows at most."""
+    from torch._dynamo.utils import counters
+
+    params, run = gemm_cases.layer(*LAYERS[name], 64, 128, True).params, BACKENDS.get(name).run
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(lambda x: run(x, params), backend="aot_eager", fullgraph=True, dynamic=True)
+    for m in (5, 40, 17, 300):
+        x = torch.randn(m, 128).bfloat16()
+        assert torch.equal(compiled(x), run(x, params))
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [n for n in LAYERS if n != "block-scaled-mma"])
 def test_inductor_and_graphs_on_cuda(name):

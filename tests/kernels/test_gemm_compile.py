@@ -76,16 +76,21 @@ def test_gemv(generation, case):
     types |= dict(out_ptr="*bf16", partial_ptr="*fp32", counter_ptr="*i32", k="i32*16", stride="i32*16", n="i32*16")
     constants = dict(
         KIND=kind, SCALE=scale, UNIT=1, BIAS=True, dtype=tl.bfloat16, ASM=True, EVEN=True, BYTES=size, INSIDE=inside,
-        PER_STEP=per_step, BN=32, BM=8, SPLIT=True, rows_per_scale=1,
+        PER_STEP=per_step, rows_per_scale=1,
     )  # fmt: skip
+    one = dict(BN=16, BM=1, S=4, UNROLL=1, SPLIT=False)
+    more = dict(BN=32, BM=8, S=4, UNROLL=2, SPLIT=True)
     if not scale and kind == 0:  # with zero points
         zeros = types | dict(unit_ptr="*u8")
-        _ptx("gemv", "gemv_kernel", generation, zeros, constants | dict(UNIT=3), num_warps=1, num_stages=3)
-    text = _ptx("gemv", "gemv_kernel", generation, types, constants, num_warps=1, num_stages=3)
-    assert _products(text) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
-    assert "cp.async.c" in text and "e4m3" not in text and "atom" in text
-    if kind < 2:  # decoded without conversions: they run at a quarter of the rate
-        assert not re.search(r"cvt\.rn\.bf16\.s32", text)
+        _ptx("gemv", "gemv_kernel", generation, zeros, constants | one | dict(UNIT=3), num_warps=4, num_stages=3)
+    for tile in (one, more) if generation in (80, 90) else (one,):
+        text = _ptx("gemv", "gemv_kernel", generation, types, constants | tile, num_warps=4, num_stages=3)
+        assert _products(text) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+        assert "cp.async.c" in text and "e4m3" not in text and ("atom" in text) == tile["SPLIT"]
+        if kind < 2:  # decoded without conversions: they run at a quarter of the rate
+            assert not re.search(r"cvt\.rn\.bf16\.s32", text)
+        if kind == 0 and tile is one:  # nor is anything subtracted from a code
+            assert not re.search(r"fma\.rn\.bf16x2", text)
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -93,7 +98,7 @@ def test_gemv(generation, case):
 def test_int8_product(generation, grouped):
     types = dict(a_ptr="*i8", b_ptr="*i8", sa_ptr="*fp32", sb_ptr="*fp32", bias_ptr="*bf16", out_ptr="*bf16")
     types |= dict(n="i32*16", k="i32*16")
-    constants = dict(INTEGER=True, GROUPED=grouped, BIAS=True, EVEN=True, BM=128, BN=128, BK=64, BAND=8)
+    constants = dict(INTEGER=True, GROUPED=grouped, BLOCK=False, BIAS=True, EVEN=True, BM=128, BN=128, BK=64, BAND=8)
     found = _products(_ptx("gemm", "gemm_kernel", generation, types, constants, num_warps=8, num_stages=3))
     wanted = {90: ("wgmma.mma_async", "s32.s8.s8"), 100: ("", "8")}.get(generation, ("mma.sync", "s32.s8.s8.s32"))
     assert found and all(wanted[0] in name and wanted[1] in name for name in found), found
@@ -103,7 +108,7 @@ def test_int8_product(generation, grouped):
 def test_fp8_block_product(generation):
     types = dict(a_ptr="*fp8e4nv", b_ptr="*fp8e4nv", sa_ptr="*fp32", sb_ptr="*fp32", bias_ptr="*bf16", out_ptr="*bf16")
     types |= dict(n="i32*16", k="i32*16")
-    constants = dict(INTEGER=False, GROUPED=True, BIAS=True, EVEN=True, BM=128, BN=128, BK=128, BAND=8)
+    constants = dict(INTEGER=False, GROUPED=True, BLOCK=True, BIAS=True, EVEN=True, BM=64, BN=128, BK=128, BAND=8)
     found = _products(_ptx("gemm", "gemm_kernel", generation, types, constants, num_warps=8, num_stages=3))
     assert found and all("e4m3" in name or "f8f6f4" in name for name in found)
 

@@ -7,7 +7,7 @@ row. Values are code times block scale over base; blocks lie along the row, see 
 import triton
 import triton.language as tl
 
-from dq.kernels.activation.jit.rotate import group_max
+from dq.kernels.activation.jit.rotate import group_max, pair_sum
 from dq.kernels.quantize.jit.floats import divide, round_float
 
 TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
@@ -94,8 +94,8 @@ def row_levels(top, beside, KIND: tl.constexpr, HALF: tl.constexpr, RULE: tl.con
         unit = tl.where(top > 0, tl.maximum(tl.div_rn(top, 127.0 if KIND == "int8" else 7.0), TINY), 1.0)
     elif KIND == "int4-group":
         base = tl.where(top > 0, stored(tl.div_rn(top, 7.0), HALF) * 0.03125, 1.0)
-    elif KIND == "nvfp4":
-        unit = tl.where(top > 0, tl.maximum(tl.div_rn(top, 2688.0), TINY), 1.0)
+    elif KIND == "nvfp4":  # 4over6 needs room above: its scales reach 384 where the second level is that of 256
+        unit = tl.where(top > 0, tl.maximum(tl.div_rn(top, 1536.0 if RULE == "4over6" else 2688.0), TINY), 1.0)
         base = unit * 0.0 + 8.0
     elif KIND == "mxfp4":
         base = tl.where(top > 0, exp2_int(tl.maximum(power_of_two(top, 6.0, RULE, 1) - 6, -126)), 1.0)
@@ -107,6 +107,29 @@ def row_levels(top, beside, KIND: tl.constexpr, HALF: tl.constexpr, RULE: tl.con
         ratio = tl.maximum(tl.div_rn(beside, 448.0 * (base * unit)), 1.0)
         base = base * exp2_int(((ratio.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) - 127)
     return base, unit
+
+
+@triton.jit
+def _block_scale(scale, unit, FUSED: tl.constexpr):
+    """Block scales, still times the second level, as E4M3 holds them."""
+    scale = divide(scale, unit, tl.div_rn(1.0, unit), FUSED)
+    scale, _ = round_float(tl.minimum(tl.maximum(scale, 0.001953125), 448.0), -6, 3)
+    return scale
+
+
+@triton.jit
+def _nvfp4(y, top, unit, RULE: tl.constexpr, EXACT: tl.constexpr, FUSED: tl.constexpr, C: tl.constexpr):
+    """(elements of E2M1 [C, 8], block scales [C]) for block maxima `top`: they land on 6 or, if RULE is `4over6` and
+    that leaves the smaller squared error, on 4."""
+    scale = _block_scale(divide(top, 6.0, 0.16666667163372039795, FUSED), unit, FUSED)
+    v = round_signed(quotient(y, (scale * unit)[:, None], EXACT, FUSED), 0, 1, 6.0)
+    if RULE == "4over6":
+        larger = _block_scale(top * 0.25, unit, FUSED)
+        w = round_signed(quotient(y, (larger * unit)[:, None], EXACT, FUSED), 0, 1, 6.0)
+        least = pair_sum(v * (scale * unit)[:, None] - y, C)
+        better = pair_sum(w * (larger * unit)[:, None] - y, C) < least
+        scale, v = tl.where(better, larger, scale), tl.where(better[:, None], w, v)
+    return v, scale
 
 
 @triton.jit
@@ -134,10 +157,7 @@ def rounded(
             v = round_whole(quotient(y, scale[:, None], EXACT, FUSED))
             share = tl.div_rn(scale, base)
         elif KIND == "nvfp4":
-            scale = divide(top, 6.0, 0.16666667163372039795, FUSED)
-            scale = divide(scale, unit, tl.div_rn(1.0, unit), FUSED)
-            scale, _ = round_float(tl.minimum(tl.maximum(scale, 0.001953125), 448.0), -6, 3)
-            v = round_signed(quotient(y, (scale * unit)[:, None], EXACT, FUSED), 0, 1, 6.0)
+            v, scale = _nvfp4(y, top, unit, RULE, EXACT, FUSED, C)
         elif KIND == "mxfp4":
             scale = exp2_int(power_of_two(top, 6.0, RULE, 1))
             v = round_signed(y * (1.0 / scale)[:, None], 0, 1, 6.0)

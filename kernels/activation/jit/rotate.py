@@ -46,6 +46,16 @@ def group_max(m, GROUP: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def pair_sum(x, C: tl.constexpr):
+    """Sums of squares of x [C, 8] over groups of 16, at both of their places, [C]; by neighbouring pairs, as
+    dq.scales.tree_sum adds."""
+    x = tl.sum(tl.reshape(x * x, (C, 4, 2)), axis=2)
+    x = tl.sum(tl.sum(tl.reshape(x, (C, 2, 2)), axis=2), axis=1)
+    wide = tl.zeros((2, 2, C // 32, 2, 2, 2), tl.float32)
+    return tl.reshape(tl.sum(split_bits(x, C), axis=5, keep_dims=True) + wide, (C,))
+
+
+@triton.jit
 def _swap(x):
     """The two halves of the last axis of [C, 2, 2, 2] exchanged: registers change their names, nothing moves."""
     a, b = tl.split(x)

@@ -19,7 +19,7 @@ def _tile(n, m, BM: tl.constexpr, BN: tl.constexpr, BAND: tl.constexpr):
 def gemm_kernel(
     a_ptr, b_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr,
     m, n, k, groups, rows_per_scale,
-    INTEGER: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    INTEGER: tl.constexpr, GROUPED: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """out[m, n] = sum_g sa[m, g] sb[n, g] sum_{k in g} a[m, k] b[n, k] + bias[n], one BM x BN tile a program.
@@ -28,6 +28,7 @@ def gemm_kernel(
         a_ptr, b_ptr: int8 or E4M3, [M, K] and [N, K].
         sa_ptr, sb_ptr: float32 [M, groups] and [ceil(N / rows_per_scale), groups]; groups = 1 unless GROUPED.
         GROUPED: a scale per BK columns, applied to each partial sum; else once at the end.
+        BLOCK: the BN columns of a tile share their scale: rows_per_scale is a multiple of BN (with GROUPED).
         EVEN: K is a multiple of BK.
     """
     tile_m, tile_n = _tile(n, m, BM, BN, BAND)
@@ -42,7 +43,8 @@ def gemm_kernel(
     total = tl.zeros((BM, BN), tl.float32 if GROUPED else SUM)
     for step in range(tl.cdiv(k, BK)):
         if GROUPED:  # ahead of the product, which hides how long they take
-            sa, sb = tl.load(sa_at + step), tl.load(sb_at + step)
+            sa = tl.load(sa_at + step)
+            sb = tl.load(sb_ptr + tile_n * BN // rows_per_scale * groups + step) if BLOCK else tl.load(sb_at + step)
         if EVEN:
             a, b = tl.load(a_at), tl.load(b_at)
         else:
@@ -51,7 +53,7 @@ def gemm_kernel(
             b = tl.load(b_at, mask=tl.arange(0, BK)[:, None] < left, other=0.0)
         if GROUPED:
             part = tl.dot(a, b, out_dtype=SUM).to(tl.float32)
-            total += part * (sa[:, None] * sb[None, :])
+            total += part * ((sa * sb)[:, None] if BLOCK else sa[:, None] * sb[None, :])
         else:
             total = tl.dot(a, b, total, out_dtype=SUM)
         a_at += BK

@@ -1,18 +1,19 @@
 """x [M, K] @ W^T for few rows: W is read once, at its width at rest, and decoded in registers.
 
 Bound by the bytes of W. W stands left in the dot product, so that the rows of x fill its narrow side; even and odd
-columns of 4-bit codes go in separate products, because a byte holds one of each.
+columns of 4-bit codes go in separate products, because a byte holds one of each. K is shared out to the warps of a
+program (axis 0 of everything), each with loads of its own in flight, and their sums are added at the end.
 """
 
 import triton
 import triton.language as tl
 
-from dq.kernels.gemm.jit.decode import E2M1, E4M3, INT4, byte_value, nibble, scale_value
+from dq.kernels.gemm.jit.decode import E2M1, E4M3, INT4, SMALL_FLOAT, byte_value, nibble, scale_value
 
 # Four bytes (operand 2) to two pairs of 16-bit lanes. Low and high nibbles apart: a block with four results would be
 # computed once for each product that takes two of them.
 # INT4: a code, its sign bit flipped, becomes the lowest bits of 128 (BF16) or 1024 (FP16); that and 8 are subtracted.
-# The pairs are bytes 0 and 2, then 1 and 3: no byte moves, `_crossed` brings x into the same order.
+# The pairs are bytes 0 and 2, then 1 and 3: no byte moves, `_halves` brings x into the same order.
 _INT4 = """{{
     .reg .b32 a, b, one, off;
     mov.b32 one, {one};
@@ -22,6 +23,13 @@ _INT4 = """{{
     lop3.b32 $1, b, 0x000F000F, {magic}, 0x6A;
     fma.rn.{t} $0, $0, one, off;
     fma.rn.{t} $1, $1, one, off;
+}}"""
+# The same without the subtraction, of signed codes or (bits as they are) of unsigned ones.
+_RAW = """{{
+    .reg .b32 a, b;
+    {shift}
+    lop3.b32 $0, a, 0x000F000F, {magic}, 0x6A;
+    lop3.b32 $1, b, 0x000F000F, {magic}, 0x6A;
 }}"""
 # Small floats: a byte in the upper half of its lane, its sign moved to bit 15, exponent and mantissa to where a
 # subnormal number has them; a power of two makes that normal. Operands 3 and 4, if any, scale each of the four bytes.
@@ -38,10 +46,10 @@ _FLOAT = """{{
     and.b32 d, d, {mask};
     lop3.b32 $0, a, 0x80008000, c, 0xEA;
     lop3.b32 $1, b, 0x80008000, d, 0xEA;
-    fma.rn.{t} $0, $0, up, zero;
-    fma.rn.{t} $1, $1, up, zero;
+    {normal}
     {scale}
 }}"""
+_NORMAL = "fma.rn.{t} $0, $0, up, zero;\n    fma.rn.{t} $1, $1, up, zero;"
 _LEFT = "shl.b32 a, a, 4;\n    shl.b32 b, b, 4;"
 _LOW, _HIGH = "mov.b32 a, $2;\n    shr.u32 b, $2, 8;", "shr.u32 a, $2, 4;\n    shr.u32 b, $2, 12;"
 _SCALE = "fma.rn.{t} $0, $0, $3, zero;\n    fma.rn.{t} $1, $1, $4, zero;"
@@ -49,57 +57,85 @@ _BF16 = dict(t="bf16x2", one="0x3F803F80", off="0xC308C308", magic="0x43084308")
 _FP16 = dict(t="f16x2", one="0x3C003C00", off="0xE408E408", magic="0x64086408")
 _E2M1_BF16 = dict(t="bf16x2", up="0x7E807E80", down=6, mask="0x01C001C0")
 _E2M1_FP16 = dict(t="f16x2", up="0x74007400", down=3, mask="0x0E000E00")
-_E4M3_BF16 = dict(t="bf16x2", up="0x7B807B80", down=4, mask="0x07F007F0", shift="", scale="")
-_E4M3_FP16 = dict(t="f16x2", up="0x5C005C00", down=1, mask="0x3F803F80", shift="", scale="")
+_E4M3_BF16 = dict(t="bf16x2", up="0x7B807B80", down=4, mask="0x07F007F0")
+_E4M3_FP16 = dict(t="f16x2", up="0x5C005C00", down=1, mask="0x3F803F80")
 
 
-def _both(text: str, low: str, high: str, bf16: dict, fp16: dict, scale: str = "") -> tuple[tl.constexpr, ...]:
+def _both(
+    text: str, low: str, high: str, bf16: dict, fp16: dict, scale: str = "", normal: str = _NORMAL
+) -> tuple[tl.constexpr, ...]:
     """Assembly for (low nibbles in BF16, high ones in BF16, low ones in FP16, high ones in FP16)."""
-    ways = [(d, shift) for d in (bf16, fp16) for shift in (low, high)]
-    return tuple(tl.constexpr(text.format(shift=shift, scale=scale.format(**d), **d)) for d, shift in ways)
+    ways = [dict(d, shift=shift) for d in (bf16, fp16) for shift in (low, high)]
+    return tuple(tl.constexpr(text.format(scale=scale.format(**w), normal=normal.format(**w), **w)) for w in ways)
 
 
 INT4_LB, INT4_HB, INT4_LH, INT4_HH = _both(_INT4, _LOW, _HIGH, _BF16, _FP16)
+RAW_LB, RAW_HB, RAW_LH, RAW_HH = _both(_RAW, _LOW, _HIGH, _BF16, _FP16)
+PLAIN_LB, PLAIN_HB, PLAIN_LH, PLAIN_HH = _both(
+    _RAW, _LOW, _HIGH, dict(t="", magic="0x43004300"), dict(t="", magic="0x64006400")
+)
 E2M1_LB, E2M1_HB, E2M1_LH, E2M1_HH = _both(_FLOAT, _LEFT, "", _E2M1_BF16, _E2M1_FP16)
 SCALED_LB, SCALED_HB, SCALED_LH, SCALED_HH = _both(_FLOAT, _LEFT, "", _E2M1_BF16, _E2M1_FP16, _SCALE)
-E4M3_B, E4M3_H = (tl.constexpr(_FLOAT.format(**d)) for d in (_E4M3_BF16, _E4M3_FP16))
+# Where the scale itself makes the number normal: it comes times 2^117 (BF16), which 448 times still is in range.
+FOLDED_LB, FOLDED_HB, _, _ = _both(_FLOAT, _LEFT, "", _E2M1_BF16, _E2M1_FP16, _SCALE, "")
+E4M3_B, _, E4M3_H, _ = _both(_FLOAT, "", "", _E4M3_BF16, _E4M3_FP16)
 ONE, TWO = tl.constexpr("=&r,=&r,r"), tl.constexpr("=&r,=&r,r,r,r")  # registers of one and of two arguments
+
+
+@triton.jit
+def _asm(code, LOW: tl.constexpr, HIGH: tl.constexpr, HALF: tl.constexpr):
+    """Two pieces of assembly applied to bytes; the compiler wants the type of their results spelt out."""
+    if HALF:
+        low = tl.inline_asm_elementwise(LOW, ONE, [code], tl.float16, is_pure=True, pack=4)
+        return low, tl.inline_asm_elementwise(HIGH, ONE, [code], tl.float16, is_pure=True, pack=4)
+    else:
+        low = tl.inline_asm_elementwise(LOW, ONE, [code], tl.bfloat16, is_pure=True, pack=4)
+        return low, tl.inline_asm_elementwise(HIGH, ONE, [code], tl.bfloat16, is_pure=True, pack=4)
+
+
+@triton.jit
+def _raw(code, ZERO: tl.constexpr, dtype: tl.constexpr):
+    """As `_pair` of INT4, plus 136 (BF16) or 1032 (FP16); of unsigned codes plus 128 or 1024."""
+    HALF: tl.constexpr = dtype == tl.float16
+    LOW: tl.constexpr = (PLAIN_LH if HALF else PLAIN_LB) if ZERO else (RAW_LH if HALF else RAW_LB)
+    HIGH: tl.constexpr = (PLAIN_HH if HALF else PLAIN_HB) if ZERO else (RAW_HH if HALF else RAW_HB)
+    return _asm(code, LOW, HIGH, HALF)
 
 
 @triton.jit
 def _pair(code, KIND: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
     """Bytes -> (values of their low nibbles, of their high ones), exact in dtype; INT4 by assembly in crossed order."""
-    if ASM and dtype == tl.float16:
-        LOW: tl.constexpr = INT4_LH if KIND == INT4 else E2M1_LH
-        HIGH: tl.constexpr = INT4_HH if KIND == INT4 else E2M1_HH
-        low = tl.inline_asm_elementwise(LOW, ONE, [code], tl.float16, is_pure=True, pack=4)
-        return low, tl.inline_asm_elementwise(HIGH, ONE, [code], tl.float16, is_pure=True, pack=4)
-    elif ASM:
-        LOW: tl.constexpr = INT4_LB if KIND == INT4 else E2M1_LB
-        HIGH: tl.constexpr = INT4_HB if KIND == INT4 else E2M1_HB
-        low = tl.inline_asm_elementwise(LOW, ONE, [code], tl.bfloat16, is_pure=True, pack=4)
-        return low, tl.inline_asm_elementwise(HIGH, ONE, [code], tl.bfloat16, is_pure=True, pack=4)
+    if ASM:
+        HALF: tl.constexpr = dtype == tl.float16
+        LOW: tl.constexpr = (INT4_LH if HALF else INT4_LB) if KIND == INT4 else (E2M1_LH if HALF else E2M1_LB)
+        HIGH: tl.constexpr = (INT4_HH if HALF else INT4_HB) if KIND == INT4 else (E2M1_HH if HALF else E2M1_HB)
+        return _asm(code, LOW, HIGH, HALF)
     else:
         code = code.to(tl.int32)
         return nibble(code & 15, KIND).to(dtype), nibble(code >> 4, KIND).to(dtype)
 
 
 @triton.jit
-def _crossed(x, BM: tl.constexpr, BYTES: tl.constexpr):
-    """Columns [BM, 2 BYTES] with bytes 1 and 2 of every four changed places, as the codes of `_pair` lie."""
-    x = tl.reshape(x, (BM, BYTES // 4, 2, 2, 2))
-    return tl.reshape(tl.permute(x, (0, 1, 3, 2, 4)), (BM, 2 * BYTES))
+def _halves(x, CROSS: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BYTES: tl.constexpr):
+    """(even, odd) columns of x [S, BM, 2 BYTES] as right operands [S, BYTES, BM]; CROSS: bytes 1 and 2 of every four
+    changed places, as the codes of `_pair` lie."""
+    if CROSS:
+        x = tl.permute(tl.reshape(x, (S, BM, BYTES // 4, 2, 2, 2)), (0, 1, 2, 4, 3, 5))
+    even, odd = tl.split(tl.reshape(x, (S, BM, BYTES, 2)))
+    return tl.permute(even, (0, 2, 1)), tl.permute(odd, (0, 2, 1))
 
 
 @triton.jit
-def _scaled_pair(code, scale, dtype: tl.constexpr, ASM: tl.constexpr):
-    """`_pair` of E2M1 times a scale of the same shape: two and four significant bits, so exact."""
+def _scaled_pair(code, scale, FOLD: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
+    """`_pair` of E2M1 times a scale of the same shape: two and four significant bits, so exact. FOLD: times 2^-9."""
     if ASM and dtype == tl.float16:
         low = tl.inline_asm_elementwise(SCALED_LH, TWO, [code, scale], tl.float16, is_pure=True, pack=4)
         return low, tl.inline_asm_elementwise(SCALED_HH, TWO, [code, scale], tl.float16, is_pure=True, pack=4)
     elif ASM:
-        low = tl.inline_asm_elementwise(SCALED_LB, TWO, [code, scale], tl.bfloat16, is_pure=True, pack=4)
-        return low, tl.inline_asm_elementwise(SCALED_HB, TWO, [code, scale], tl.bfloat16, is_pure=True, pack=4)
+        LOW: tl.constexpr = FOLDED_LB if FOLD else SCALED_LB
+        HIGH: tl.constexpr = FOLDED_HB if FOLD else SCALED_HB
+        low = tl.inline_asm_elementwise(LOW, TWO, [code, scale], tl.bfloat16, is_pure=True, pack=4)
+        return low, tl.inline_asm_elementwise(HIGH, TWO, [code, scale], tl.bfloat16, is_pure=True, pack=4)
     else:
         code, scale = code.to(tl.int32), scale.to(tl.float32)
         return (nibble(code & 15, E2M1) * scale).to(dtype), (nibble(code >> 4, E2M1) * scale).to(dtype)
@@ -119,48 +155,61 @@ def _byte(code, KIND: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _step(
-    total, x_at, w_at, scale_at, zero_at, step, k, x_ok, groups,
-    KIND: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
-    EVEN: tl.constexpr, BYTES: tl.constexpr, INSIDE: tl.constexpr, PER_STEP: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """`total` [BN, BM] plus what the next BYTES bytes of each row of W give."""
-    SIZE: tl.constexpr = BYTES * (2 if KIND < 2 else 1)
+def _loaded(x_at, w_at, x_ok, left, EVEN: tl.constexpr, SIZE: tl.constexpr, BYTES: tl.constexpr, dtype: tl.constexpr):
+    """(x [S, BM, SIZE], codes [S, BN, BYTES]) of a step; `left` [S] columns are left of K."""
     if EVEN:
-        code = tl.load(w_at)
-        x = tl.load(x_at, mask=x_ok, other=0.0).to(dtype)
+        return tl.load(x_at, mask=x_ok, other=0.0).to(dtype), tl.load(w_at)
     else:
         # Bytes beyond a row belong to the next one; what stands there meets zeros of x.
-        left = k - step * SIZE
-        code = tl.load(w_at, mask=(tl.arange(0, BYTES) * (SIZE // BYTES) < left)[None, :], other=0)
-        x = tl.load(x_at, mask=x_ok & (tl.arange(0, SIZE) < left)[None, :], other=0.0).to(dtype)
+        inside = (tl.arange(0, BYTES) * (SIZE // BYTES))[None, :] < left[:, None]
+        code = tl.load(w_at, mask=inside[:, None, :], other=0)
+        inside = tl.arange(0, SIZE)[None, :] < left[:, None]
+        return tl.load(x_at, mask=x_ok & inside[:, None, :], other=0.0).to(dtype), code
+
+
+@triton.jit
+def _step(
+    total, x_at, w_at, scale_at, zero_at, step, x_ok, k, groups,
+    KIND: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
+    EVEN: tl.constexpr, BYTES: tl.constexpr, INSIDE: tl.constexpr, FOLD: tl.constexpr, PER_STEP: tl.constexpr,
+    S: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """`total` [S, BN, BM] plus what the next BYTES bytes of each row of W give; `step` [S] counts along K."""
+    SIZE: tl.constexpr = BYTES * (2 if KIND < 2 else 1)
+    # For one row of x its sum is cheaper than a subtraction from every code, and zero points need the sum anyway.
+    RAW: tl.constexpr = ASM and KIND == INT4 and (BM == 1 or ZERO)
+    x, code = _loaded(x_at, w_at, x_ok, k - step * SIZE, EVEN, SIZE, BYTES, dtype)
     part = total
     if PER_STEP:
-        part = tl.zeros((BN, BM), tl.float32)
-    if ZERO:  # codes 0..15 as -8..7; what their zero points are worth comes from the sum of x
-        code = code ^ 0x88
-        zero = tl.load(zero_at + step).to(tl.float32) - 8.0
-        part -= zero[:, None] * tl.sum(x.to(tl.float32), axis=1)[None, :]
+        part = tl.zeros((S, BN, BM), tl.float32)
+    if RAW or ZERO:
+        own = (1024.0 if dtype == tl.float16 else 128.0) if RAW else 0.0
+        own = tl.full((S, BN), own if ZERO else own + 8.0, tl.float32)
+        if ZERO:
+            own += tl.load(zero_at + step[:, None], mask=(step < groups)[:, None], other=0).to(tl.float32)
+        part -= own[:, :, None] * tl.sum(x.to(tl.float32), axis=2)[:, None, :]
     if KIND < 2:
-        if ASM and KIND == INT4:
-            x = _crossed(x, BM, BYTES)
-        even, odd = tl.split(tl.reshape(x, (BM, BYTES, 2)))
+        even, odd = _halves(x, ASM and KIND == INT4, S, BM, BYTES)
         if INSIDE > 0:
             G: tl.constexpr = BYTES // INSIDE
-            group = step * G + tl.arange(0, G)
-            scale = tl.load(scale_at[:, None] + group[None, :], mask=(group < groups)[None, :], other=0)
-            scale = scale_value(scale, SCALE).to(dtype)
-            scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (BN, G, INSIDE)), (BN, BYTES))
-            low, high = _scaled_pair(code, scale, dtype, ASM)
+            group = step[:, None] * G + tl.arange(0, G)[None, :]
+            scale = tl.load(scale_at[:, :, None] + group[:, None, :], mask=(group < groups)[:, None, :], other=0)
+            scale = (scale_value(scale, SCALE) * (1.661534994731145e35 if FOLD else 1.0)).to(dtype)
+            scale = tl.reshape(tl.broadcast_to(scale[:, :, :, None], (S, BN, G, INSIDE)), (S, BN, BYTES))
+            low, high = _scaled_pair(code, scale, FOLD, dtype, ASM)
+        elif RAW:
+            low, high = _raw(code, ZERO, dtype)
+        elif ZERO:
+            low, high = (code & 15).to(dtype), (code >> 4).to(dtype)
         else:
             low, high = _pair(code, KIND, dtype, ASM)
-        part = tl.dot(low, tl.trans(even), part)
-        part = tl.dot(high, tl.trans(odd), part)
+        part = tl.dot(low, even, part)
+        part = tl.dot(high, odd, part)
     else:
-        part = tl.dot(_byte(code, KIND, dtype, ASM), tl.trans(x), part)
+        part = tl.dot(_byte(code, KIND, dtype, ASM), tl.permute(x, (0, 2, 1)), part)
     if PER_STEP:
-        return total + part * scale_value(tl.load(scale_at + step), SCALE)[:, None]
+        own = tl.load(scale_at + step[:, None], mask=(step < groups)[:, None], other=0)
+        return total + part * scale_value(own, SCALE)[:, :, None]
     else:
         return part
 
@@ -184,20 +233,22 @@ def _merged(total, partial_ptr, counter_ptr, n, m, row, token, split):
     return total, last
 
 
-@triton.jit(do_not_specialize=["m", "steps", "split"])
+@triton.jit(do_not_specialize=["m", "each", "split"])
 def gemv_kernel(
     x_ptr, w_ptr, scale_ptr, unit_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr,
-    m, n, k, groups, stride, rows_per_scale, steps, split,
+    m, n, k, groups, stride, rows_per_scale, each, split,
     KIND: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr, BIAS: tl.constexpr, dtype: tl.constexpr,
     ASM: tl.constexpr, EVEN: tl.constexpr, BYTES: tl.constexpr, INSIDE: tl.constexpr, PER_STEP: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr,
+    S: tl.constexpr, UNROLL: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """out[m, n] = sum_k x[m, k] w[n, k] + bias[n]; a program takes BN rows of W and one of `split` ranges of K.
+    """out[m, n] = sum_k x[m, k] w[n, k] + bias[n]; a program takes BN rows of W and one of `split` ranges of K, each of
+    its S warps `each` times UNROLL steps of it.
 
     Args:
         w_ptr: uint8 [N, stride]; scale_ptr: [ceil(N / rows_per_scale), groups].
         dtype: of x, in which codes are exact; float32 in the interpreter, which has no products of BF16.
         UNIT: second level as in `expand_kernel`; 3: unit_ptr is to zero points, uint8 like the scales.
+        EVEN: K is what all steps together take, without a rest.
         INSIDE: bytes that share a scale, multiplied into the codes, for groups smaller than a step; else 0.
         PER_STEP: a step is one group, whose partial sum is scaled; else (both off) the row's scale comes at the end.
         partial_ptr, counter_ptr: float32 [split, M, N] and int32 zeros [programs(0)], if SPLIT (split > 1).
@@ -206,26 +257,31 @@ def gemv_kernel(
     token = tl.arange(0, BM)
     safe = tl.where(row < n, row, 0)
     SIZE: tl.constexpr = BYTES * (2 if KIND < 2 else 1)
-    each = tl.cdiv(steps, split)
-    first = tl.program_id(1) * each
-    x_at = x_ptr + token[:, None] * k + first * SIZE + tl.arange(0, SIZE)[None, :]
-    w_at = w_ptr + safe[:, None] * stride + first * BYTES + tl.arange(0, BYTES)[None, :]
-    scale_at = scale_ptr + safe // rows_per_scale * groups
-    zero_at = unit_ptr + safe // rows_per_scale * groups
-    total = tl.zeros((BN, BM), tl.float32)
-    for step in range(first, tl.minimum(first + each, steps)):
-        total = _step(
-            total, x_at, w_at, scale_at, zero_at, step, k, (token < m)[:, None], groups,
-            KIND, SCALE, UNIT == 3, dtype, ASM, EVEN, BYTES, INSIDE, PER_STEP, BN, BM,
-        )  # fmt: skip
-        x_at += SIZE
-        w_at += BYTES
+    # With E4M3 scales one factor does for two: see FOLDED_LB.
+    FOLD: tl.constexpr = ASM and INSIDE > 0 and SCALE == SMALL_FLOAT and dtype == tl.bfloat16
+    first = (tl.program_id(1) * S + tl.arange(0, S)) * (each * UNROLL)
+    x_at = x_ptr + token[None, :, None] * k + first[:, None, None] * SIZE + tl.arange(0, SIZE)[None, None, :]
+    w_at = w_ptr + safe[None, :, None] * stride + first[:, None, None] * BYTES + tl.arange(0, BYTES)[None, None, :]
+    scale_row = (safe // rows_per_scale * groups)[None, :]
+    total = tl.zeros((S, BN, BM), tl.float32)
+    for i in range(each):
+        for u in tl.static_range(UNROLL):
+            total = _step(
+                total, x_at, w_at, scale_ptr + scale_row, unit_ptr + scale_row, first + (i * UNROLL + u),
+                (token < m)[None, :, None], k, groups, KIND, SCALE, UNIT == 3, dtype, ASM, EVEN, BYTES, INSIDE, FOLD,
+                PER_STEP, S, BN, BM,
+            )  # fmt: skip
+            x_at += SIZE
+            w_at += BYTES
+    total = tl.sum(total, axis=0)
     last = True
     if SPLIT:
         total, last = _merged(total, partial_ptr, counter_ptr, n, m, row, token, split)
     if last:
         if INSIDE == 0 and not PER_STEP:
-            total = total * scale_value(tl.load(scale_at), SCALE)[:, None]
+            total = total * scale_value(tl.load(scale_ptr + safe // rows_per_scale * groups), SCALE)[:, None]
+        if FOLD:
+            total = total * 512.0
         if UNIT == 1:
             total = total * tl.load(unit_ptr)
         elif UNIT == 2:
