@@ -76,10 +76,10 @@ class QuantizedConv2d(QuantizedLinear, nn.Conv2d):
             setattr(weight, name, value)
         return weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [batch, C, H, W] (or [C, H, W]) -> [batch, N, H', W'] in the dtype of x."""
-        y = super().forward(rows(self, x)).transpose(-1, -2)
-        return y.reshape(*y.shape[:-1], *self.positions(*x.shape[-2:])).contiguous()
+    def forward(self, input: Tensor) -> Tensor:
+        """input [batch, C, H, W] (or [C, H, W]) -> [batch, N, H', W'] in its dtype."""
+        y = super().forward(rows(self, input)).transpose(-1, -2)
+        return y.reshape(*y.shape[:-1], *self.positions(*input.shape[-2:])).contiguous()
 
     def positions(self, height: int, width: int) -> tuple[int, int]:
         """(H', W') for an input of height x width."""

@@ -17,7 +17,7 @@ from dq.registry import Registry
 # Default skips by name, true for the diffusers families (each pattern with the reason the plan prints).
 # Source: the module tables of SVDQuant, ViDiT-Q and diffusers' own layerwise-casting skips.
 HIGH_PRECISION: tuple[tuple[str, str], ...] = (
-    (r"(^|\.)[^.]*embed[^.]*(\.|$)", "embedder"),
+    (r"(^|\.)[^.]*(embed[^.]*|emb)(\.|$)", "embedder"),
     (r"^(img_in|txt_in|proj_in|proj_out|proj_out_[12]|conv_in|conv_out)$", "input or output projection"),
     (r"(^|\.)lm_head$", "output projection"),
     (r"^norm_out", "final modulation"),

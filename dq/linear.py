@@ -222,11 +222,12 @@ class QuantizedLinear(nn.Linear):
             scale = self.step_context.pick(scale, self.input_edges)
         return LinearParams(self.qtensor, c.activations, self.steps, down, up, self.bias, scale, c.residual, c.dual)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N] in the dtype of x. The gradient of x is that of `x @ dequantized_weight()^T`."""
-        if x.requires_grad and torch.is_grad_enabled():
-            return _Frozen.apply(x, self)
-        return self._run(x)
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., K] -> [..., N] in its dtype, with the gradient of `input @ dequantized_weight()^T`. The argument
+        is named as in nn.Linear: some models call `proj(input=x)`."""
+        if input.requires_grad and torch.is_grad_enabled():
+            return _Frozen.apply(input, self)
+        return self._run(input)
 
     def _run(self, x: Tensor) -> Tensor:
         params = self.params

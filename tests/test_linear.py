@@ -159,6 +159,7 @@ def test_weight_holds_no_data(kind, dtype):
     w = layer.weight
     assert w.shape == (N, K) and w.dtype == dtype and w.device == layer.qweight.device
     assert w.untyped_storage().nbytes() <= 8
+    assert bool(w.isnan().all())  # whoever computes with it learns that it holds nothing
     assert "weight" not in dict(layer.named_parameters()) and "weight" not in layer.state_dict()
     assert not any(p.requires_grad for p in layer.parameters())
 
@@ -315,3 +316,10 @@ def test_a_weight_that_is_computed_with_does_not_go_unnoticed(tiny):
     """It holds no data: whoever multiplies by it gets NaN, never numbers that look right."""
     layer, _ = tiny.layer("int8")
     assert layer.weight.isnan().all() and (torch.randn(2, 64) @ layer.weight.T).isnan().all()
+
+
+def test_called_by_the_name_of_its_argument(tiny):
+    """As UNetMotionModel of diffusers calls its projections."""
+    layer, _ = tiny.layer("int8")
+    x = torch.randn(3, 64)
+    assert torch.equal(layer(input=x), layer(x))
