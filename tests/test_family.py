@@ -3,7 +3,8 @@
 import pytest
 from torch import nn
 
-from dq.family import FAMILIES, Family, detect_family, fill, find_family, match_indices, matches
+from dq.family import FAMILIES, Family, fill, find_family, match_indices, matches
+from dq.pipelines.families.detected import detect_family
 
 FLUX = FAMILIES.get("flux.1")
 
