@@ -93,7 +93,8 @@ def digest(tree: Any) -> str:
         total.update(f"{type(item).__name__} ".encode())
         if isinstance(item, Tensor):
             total.update(f"{tuple(item.shape)} {item.dtype} ".encode())
-            total.update(item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            flat = item.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)  # one that was expanded
+            total.update(flat.view(torch.uint8).numpy())
         elif isinstance(item, nn.Module):
             add(dict(item.named_parameters()) | dict(item.named_buffers()))
         elif isinstance(item, Record):

@@ -129,3 +129,9 @@ def test_model_outputs_keep_their_class():
 def test_to_cpu_detaches():
     x = torch.ones(2, requires_grad=True)
     assert not to_cpu([x])[0].requires_grad
+
+
+def test_digest_of_an_expanded_scalar():
+    """Pipelines pass `t.expand(batch)` as the timestep: one element without a stride."""
+    assert digest(torch.tensor(3.0).expand(1)) == digest(torch.tensor([3.0]))
+    assert digest(torch.tensor(3.0).expand(2)) == digest(torch.tensor([3.0, 3.0]))
