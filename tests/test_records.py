@@ -5,7 +5,7 @@ from collections import Counter, OrderedDict, namedtuple
 import pytest
 import torch
 
-from dq.records import BRANCHES, Record, RecordSampler, map_tensors, tensors, to_cpu
+from dq.records import BRANCHES, Record, RecordSampler, digest, map_tensors, tensors, to_cpu
 from dq.registry import DQError
 
 
