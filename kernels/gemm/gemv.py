@@ -62,6 +62,7 @@ def _blocks(m: int, n: int, steps: int, small: bool, device: torch.device) -> tu
     while warps < 8 and (tiles * warps < 16 * units or warps < 4) and steps >= 6 * warps:
         warps *= 2
     split = max(1, min(8 * units // (tiles * warps), steps // (2 * warps), 32))
+    # As many parts of K as warps: with two for each, products of one row came out wrong on an H200 (Triton 3.6).
     tile = dict(BN=bn, BM=bm, S=warps, UNROLL=2 if small else 1, SPLIT=split > 1, num_warps=warps)
     return tile | dict(num_stages=3 if on_gpu else 1), split
 

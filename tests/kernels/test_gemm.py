@@ -105,6 +105,16 @@ def test_inductor_and_graphs_on_cuda(name):
         assert torch.equal(y, run(x, params))
 
 
+@pytest.mark.gpu
+def test_remembered_launches_know_alignment():
+    """A kernel compiled for aligned rows is not the one that runs on rows that begin anywhere."""
+    q = quantize(torch.randn(64, 512, device="cuda"), QuantSpec.parse("int4/group128"))
+    x = torch.randn(1025, device="cuda").bfloat16()
+    for start in (0, 1, 0, 1, 2):
+        row = x[start : start + 512].view(1, 512)
+        assert torch.equal(gemv.weight_only(row, q), gemv.weight_only(row.clone(), q))
+
+
 def _arguments() -> dict[str, tuple]:
     """Arguments of every operator."""
     w, x = quantize(torch.randn(16, 64), QuantSpec.parse("int4/group64")), torch.randn(3, 64).bfloat16()
