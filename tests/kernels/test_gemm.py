@@ -112,7 +112,7 @@ def test_remembered_launches_know_alignment():
     x = torch.randn(1025, device="cuda").bfloat16()
     for start in (0, 1, 0, 1, 2):
         row = x[start : start + 512].view(1, 512)
-        assert torch.equal(gemv.weight_only(row, q), gemv.weight_only(row.clone(), q))
+        assert gemm_cases.error(gemv.weight_only(row, q), gemv.weight_only(row.clone(), q)) < 2e-3
 
 
 def _arguments() -> dict[str, tuple]:
