@@ -14,6 +14,7 @@ METHODS = ("dq/auto.py", "dq/folding.py", "dq/fusing.py", "dq/reconstruct.py")
 COMMAND_LINE = (
     *("dq/cli.py", "dq/commands.py", "dq/commands_text.py", "dq/commands_export.py", "dq/commands_bench.py"),
     *("dq/showcase.py", "dq/showcase_text.py", "dq/showcase_speed.py", "dq/catalogue.py", "dq/checks.py"),
+    "dq/plan_text.py",
 )
 DEPTH = 2
 
