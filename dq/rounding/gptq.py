@@ -102,7 +102,7 @@ def _block(
 
     Args:
         second: the grid of what the first one lost.
-        kept: which columns have it; None asks `mask` [b], so that the work is the same for every answer.
+        kept: which columns have it; None asks `mask` [b], ones and zeros: the same work for every answer.
 
     Returns:
         first-stage values, second-stage values (0 where there is none) and errors, [N, b] each.
@@ -116,7 +116,7 @@ def _block(
         if second is not None and (kept is None or kept[i]):
             zero = None if second.zero is None else second.zero[:, i]
             more = _round(column - q, second.step[:, i], zero, second.fmt)
-            rest[:, i] = more if mask is None else torch.where(mask[i], more, 0.0)
+            rest[:, i] = more if mask is None else more * mask[i]
             q = q + rest[:, i]
         error = (column - q) / u[i, i]
         work[:, i:] -= error[:, None] * u[i, i:]
@@ -132,7 +132,7 @@ class _Captured:
             return torch.ones(size, device=device)
 
         self.work, self.u = empty(rows, width), torch.eye(width, device=device)
-        self.mask = torch.zeros(width, dtype=torch.bool, device=device)
+        self.mask = torch.zeros(width, device=device)
         self.grids = [_Grid(empty(rows, width), empty(rows, width) if zero else None, fmt) for fmt, zero in kinds]
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
@@ -149,7 +149,7 @@ class _Captured:
     def __call__(self, work: Tensor, u: Tensor, grids: Sequence[_Grid], kept: Sequence[bool]) -> tuple[Tensor, ...]:
         self.work.copy_(work)
         self.u.copy_(u)
-        self.mask.copy_(torch.tensor(kept))
+        self.mask.copy_(torch.tensor(kept, dtype=torch.float32))
         for mine, other in zip(self.grids, grids, strict=True):
             mine.step.copy_(other.step)
             if mine.zero is not None:
@@ -159,6 +159,24 @@ class _Captured:
 
 
 _captured = lru_cache(maxsize=32)(_Captured)
+_CHECKED: dict[tuple, bool] = {}  # what a graph was captured for -> whether it gave what the loop itself gives
+
+
+def _columns(block: Tensor, u: Tensor, grids: Sequence[_Grid], kept: Sequence[bool]) -> tuple[Tensor, ...]:
+    """`_block` of a copy; on CUDA as a graph, whose first result has to be that of the loop."""
+    second = grids[1] if len(grids) > 1 else None
+    key = (*block.shape, block.device, tuple((g.fmt, g.zero is not None) for g in grids))
+    if not block.is_cuda or _CHECKED.get(key) is False:
+        return _block(block.clone(), u, grids[0], second, kept, None)
+    if key in _CHECKED:
+        return _captured(*key)(block, u, grids, kept)
+    wanted = _block(block.clone(), u, grids[0], second, kept, None)
+    try:
+        found = _captured(*key)(block, u, grids, kept)
+        _CHECKED[key] = all(torch.allclose(a, b) for a, b in zip(wanted, found, strict=True))
+    except RuntimeError:  # an operation of the format that no graph takes
+        _CHECKED[key] = False
+    return wanted
 
 
 def _sweep(weight: Tensor, upper: Tensor, order: Tensor, stages: list[_Stage], split: int) -> tuple[Tensor, Tensor]:
@@ -176,12 +194,7 @@ def _sweep(weight: Tensor, upper: Tensor, order: Tensor, stages: list[_Stage], s
         if len(stages) > 1:
             grids.append(_Grid(*stages[1].at((at - split).clamp(min=0)), stages[1].job.spec.fmt))
         block, u = work[:, start:stop], upper[start:stop, start:stop]
-        if weight.is_cuda:
-            kinds = tuple((g.fmt, g.zero is not None) for g in grids)
-            found = _captured(weight.shape[0], stop - start, weight.device, kinds)(block, u, grids, kept)
-        else:
-            found = _block(block.clone(), u, grids[0], grids[1] if len(grids) > 1 else None, kept, None)
-        main[:, at], rest[:, at], errors = found
+        main[:, at], rest[:, at], errors = _columns(block, u, grids, kept)
         work[:, stop:] -= errors @ upper[start:stop, stop:]
     return main, rest[:, split:]
 

@@ -18,9 +18,39 @@ def test_blocks_by_mask(spec):
     kept = [i % 3 == 0 for i in range(32)]
     for second, flags in ((None, [False] * 32), (grids[1], kept)):
         looked = gptq_module._block(weight.clone(), upper, grids[0], second, flags, None)
-        masked = gptq_module._block(weight.clone(), upper, grids[0], second, None, torch.tensor(flags))
+        masked = gptq_module._block(weight.clone(), upper, grids[0], second, None, torch.tensor(flags).float())
         assert all(torch.equal(a, b) for a, b in zip(looked, masked, strict=True))
         assert bool(looked[1].any()) == (second is not None)
+
+
+def test_a_graph_that_errs_is_not_used(monkeypatch):
+    """Nor one that cannot be captured: the loop's own result comes back, and the graph is not asked again."""
+    g = torch.Generator().manual_seed(0)
+    block, u, fmt = torch.randn(4, 8, generator=g), torch.eye(8), QuantSpec.parse("nvfp4").fmt
+    grids = [gptq_module._Grid(torch.ones(4, 8), None, fmt)]
+    wanted = gptq_module._block(block.clone(), u, grids[0], None, [False] * 8, None)
+    calls = []
+
+    class OnCuda:  # a tensor that says it is on a GPU
+        is_cuda, device, shape = True, "cuda:0", block.shape
+        clone = staticmethod(block.clone)
+
+    def wrong(*call):
+        calls.append(call)
+        return tuple(t + 1 for t in wanted)
+
+    def refusing(*key):
+        calls.append(key)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    for make in (lambda *key: wrong, refusing):
+        monkeypatch.setattr(gptq_module, "_captured", make)
+        monkeypatch.setattr(gptq_module, "_CHECKED", {})
+        calls.clear()
+        for _ in range(3):
+            found = gptq_module._columns(OnCuda(), u, grids, [False] * 8)
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert len(calls) == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
