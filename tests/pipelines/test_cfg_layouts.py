@@ -41,6 +41,7 @@ LAYOUTS = {
     "chroma": (dict(height=64, width=64), dict(guidance_scale=4.0), dict(guidance_scale=1.0), "two calls"),
     "hunyuan-video": (dict(height=32, width=32) | VIDEO, dict(true_cfg_scale=4.0), {}, "two calls"),
     "hunyuan-video-1.5": (dict(height=64, width=64) | VIDEO, {}, None, "two calls"),
+    "modular sd3": (dict(height=16, width=16), {}, None, "two calls"),
     "flux.2": (dict(height=64, width=64), None, dict(guidance_scale=4.0), "distilled"),
 }  # fmt: skip
 
@@ -123,7 +124,7 @@ def test_without_guidance_every_call_is_single(name):
         assert all(holds(r, words(name)[r.prompt]) for r in records)
 
 
-@pytest.mark.parametrize("name", [n for n in ON if n not in ("hunyuan-video-1.5",)])
+@pytest.mark.parametrize("name", ON)
 def test_batches(name):
     """Two prompts in one call are one record per branch and step, with both prompts in it."""
     for records, _ in collect(build(name), words(name), batch_size=2, **guided(name)).values():
@@ -132,7 +133,7 @@ def test_batches(name):
             assert len(latents) == 2 or (record.args and len(record.args[0]) == 2)
             if record.branch == "cond" and name != "z-image":
                 padded = max(len(w.split()) + 1 for w in words(name))
-                length = PIPELINES[name][4] or padded
+                length = PIPELINES.get(name, [7] * 5)[4] or padded
                 assert name == "dit" or all(batch_holds(record, w, i, length) for i, w in enumerate(words(name)))
 
 
@@ -182,8 +183,16 @@ def test_weights_of_the_branches(name, expected):
 def test_scales_of_second_denoisers_and_guiders():
     assert guidance_of(dict(guidance_scale=4.0, guidance_scale_2=3.0), build("wan2.2"), "transformer_2") == 3.0
     assert guidance_of(dict(guidance_scale=4.0, guidance_scale_2=3.0), build("wan2.2"), "transformer") == 4.0
-    assert guidance_of({}, build("hunyuan-video-1.5")) == 5.0
+    assert guidance_of({}, build("hunyuan-video-1.5")) == 5.0 and guidance_of({}, build("modular sd3")) == 7.0
     assert guidance_of(dict(guidance_scale=6.0), build("hunyuan-video")) == 1.0  # an input of the distilled model
+
+
+@pytest.mark.parametrize("name", ["hunyuan-video-1.5", "modular sd3"])
+def test_a_guider_that_is_off(name):
+    pipe = build(name)
+    pipe.guider.disable()
+    seen = collect(pipe, **guided(name))["transformer"][1]["seen"]
+    assert seen == {"0/single": 4, "1/single": 4}
 
 
 def test_truncated_guidance():

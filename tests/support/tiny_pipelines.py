@@ -77,8 +77,11 @@ CHANGES = {
 
 
 def build(name: str) -> Any:
-    """The pipeline of the table `PIPELINES`."""
+    """The pipeline of the table `PIPELINES`, or `modular`."""
     import diffusers
+
+    if name == "modular sd3":
+        return modular()
 
     cls, case, scheduler, kind, length, parts = PIPELINES[name]
     denoiser = "unet" if "UNet" in case else "transformer"
@@ -160,3 +163,33 @@ PIPELINES: dict[str, tuple[str, str, Callable[[], Any], str, int, dict[str, Any]
     "flux.2": ("Flux2Pipeline", "Flux2Transformer2DModel", _FLOW, "flux2", 0, _NO_TEXT | dict(vae=None)),
     "dit": ("DiTPipeline", "DiTTransformer2DModel", _scheduler("DDIMScheduler"), "", 0, dict(vae=_vae)),
 }  # fmt: skip
+
+
+def modular() -> Any:
+    """Stable Diffusion 3 as a modular pipeline: the denoising blocks of diffusers behind a stub of the text block. Its
+    guider calls the transformer once per prediction, without names."""
+    from diffusers.modular_pipelines import ModularPipelineBlocks, SequentialPipelineBlocks
+    from diffusers.modular_pipelines.modular_pipeline_utils import InputParam, OutputParam
+    from diffusers.modular_pipelines.stable_diffusion_3 import modular_blocks_stable_diffusion_3 as blocks
+
+    names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+
+    class TextBlock(ModularPipelineBlocks):
+        model_name = "stable-diffusion-3"
+        inputs = [InputParam("prompt"), InputParam("negative_prompt")]
+        intermediate_outputs = [OutputParam(name, type_hint=torch.Tensor) for name in names]
+
+        def __call__(self, components: Any, state: Any) -> tuple[Any, Any]:
+            block = self.get_block_state(state)
+            prompts, negatives = _pair(self, block.prompt, block.negative_prompt)
+            p, n = (torch.stack([embedding(w, 7) for w in words]) for words in (prompts, negatives))
+            found = (p, n, p.mean(1).repeat(1, 2), n.mean(1).repeat(1, 2))
+            for name, value in zip(names, found, strict=True):
+                setattr(block, name, value)
+            self.set_block_state(state, block)
+            return components, state
+
+    steps = {"text_encoder": TextBlock(), "denoise": blocks.StableDiffusion3T2ICoreDenoiseStep()}
+    pipe = SequentialPipelineBlocks.from_blocks_dict(steps).init_pipeline()
+    pipe.update_components(transformer=CASES["SD3Transformer2DModel@dual"].build(), scheduler=_FLOW())
+    return pipe
