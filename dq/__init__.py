@@ -35,6 +35,8 @@ _LAZY = {
     "export": "dq.pipelines.export",
     "load_exported": "dq.pipelines.export",
     "evaluate_text": "dq.eval.perplexity",
+    "evaluate_tasks": "dq.eval.tasks",
+    "measure_generation": "dq.eval.generation",
 }
 __version__ = _version.VERSION
 __all__ = ["__version__", *_LAZY]

@@ -1,4 +1,4 @@
-"""The command line: dq demo | plan | quantize | generate | eval | bench | export | inspect | list | doctor."""
+"""The command line: dq demo | plan | quantize | generate | eval | bench | export | chat | inspect | list | doctor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dq import commands, commands_bench, commands_export
+from dq import commands, commands_bench, commands_chat, commands_export
 from dq.registry import DQError
 from dq.version import VERSION
 
@@ -74,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_use(sub)
     _add_bench(sub)
     commands_export.add(sub)
+    commands_chat.add(sub)
     p = sub.add_parser("inspect", help="what is in a checkpoint, ours or another tool's")
     p.add_argument("source", help="folder of a pipeline or model, or a safetensors or GGUF file")
     p.add_argument("--values", action="store_true", help="look for NaN in all tensors, also in the large ones")
@@ -114,6 +115,10 @@ def _add_use(sub) -> None:
     _add_text(p, "for language models: perplexity, KL divergence, agreement")
     p.add_argument("--stride", type=int, help="tokens between windows; fewer than --length: they overlap")
     p.add_argument("--count", type=int, help="use only the first COUNT prompts, or windows of the text")
+    p.add_argument("--tasks", nargs="+", metavar="TASK", help="of lm-evaluation-harness, for language models")
+    p.add_argument("--task-folder", metavar="DIR", help="with task files of your own")
+    p.add_argument("--shots", type=int, help="examples before each question; default: what the task says")
+    p.add_argument("--speed", action="store_true", help="of language models: TTFT, TPOT, tokens/s, memory")
     p.add_argument("--metrics", nargs="+", help="names (dq list metrics); default: all that run here")
     p.add_argument("--out", help="report.html or numbers.json (default report.html; of a text: numbers.json, or none)")
     _add_records(p)

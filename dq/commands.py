@@ -243,10 +243,11 @@ def evaluate(args: argparse.Namespace) -> None:
     if twice:
         raise DQError(f"{twice[0]} is named twice")
     commands_text.check_text_options(args)
-    if args.text is not None:
+    if args.text is not None or args.tasks or args.speed:
         return commands_text.evaluate(args, _load)
     if args.prompts is None:
-        raise DQError("dq eval compares pipelines on --prompts FILE (one per line), language models on --text FILE")
+        what = "language models on --text FILE, --tasks or --speed"
+        raise DQError(f"dq eval compares pipelines on --prompts FILE (one per line), {what}")
     args.out = args.out or "report.html"
     checks.output_file(args.out, REPORT)
     prompts = Prompts.from_file(args.prompts).prompts[: args.count]

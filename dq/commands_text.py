@@ -35,11 +35,10 @@ def calibration(args: argparse.Namespace, recipe: Any) -> Any:
 
 
 def evaluate(args: argparse.Namespace, load: Any) -> None:
-    """`dq eval MODEL ... --reference MODEL --text FILE`: perplexity, KL, agreement. Candidates are loaded in turn."""
+    """`dq eval MODEL ... --reference MODEL --text FILE`: perplexity, KL, agreement; `--tasks`, `--speed` beside or
+    instead of it. Candidates are loaded in turn."""
     from dq import checks
-    from dq.eval.perplexity import evaluate_text
     from dq.pipelines.loading import folder_of, load_tokenizer
-    from dq.pipelines.text import read_text
 
     check_text_options(args)
     sources = [args.source, *args.more]
@@ -47,16 +46,48 @@ def evaluate(args: argparse.Namespace, load: Any) -> None:
         folder_of(source)
     if args.out is not None:
         checks.output_file(args.out, (".json",))
-    text = read_text(args.text)
-    reference = load(args, args.reference)
-    tokenizer = load_tokenizer(args.reference)
-    result = evaluate_text(
-        {s: (lambda s=s: load(args, s)) for s in sources}, reference, text, tokenizer,
-        length=args.length or 2048, stride=args.stride, limit=args.count,
-    )  # fmt: skip
-    print(result.table())
+    if args.tasks:
+        from dq.eval.tasks import why_not
+
+        if why_not():
+            raise DQError(why_not())
+    measure = [f for f, wanted in ((_on_text, args.text), (_on_tasks, args.tasks), (_speed, args.speed)) if wanted]
+    if args.text is not None:
+        from dq.pipelines.text import read_text
+
+        args.words = read_text(args.text)
+    reference, tokenizer = load(args, args.reference), load_tokenizer(args.reference)
+    candidates = {s: (lambda s=s: load(args, s)) for s in sources}
+    result = None
+    for one in measure:
+        found = one(args, candidates, reference, tokenizer)
+        print(found.table())
+        result = found if result is None else result.beside(found)
     if args.out is not None:
         print(f"numbers: {result.save(args.out)}")
+
+
+def _on_text(args: argparse.Namespace, candidates: dict[str, Any], reference: Any, tokenizer: Any) -> Any:
+    from dq.eval.perplexity import evaluate_text
+
+    return evaluate_text(
+        candidates, reference, args.words, tokenizer, length=args.length or 2048, stride=args.stride, limit=args.count
+    )
+
+
+def _on_tasks(args: argparse.Namespace, candidates: dict[str, Any], reference: Any, tokenizer: Any) -> Any:
+    from dq.eval.tasks import evaluate_tasks
+
+    return evaluate_tasks(
+        candidates, args.tasks, tokenizer, reference=reference, shots=args.shots, limit=args.count,
+        folder=args.task_folder, seed=args.seed,
+    )  # fmt: skip
+
+
+def _speed(args: argparse.Namespace, candidates: dict[str, Any], reference: Any, tokenizer: Any) -> Any:
+    from dq.eval.generation import compare_generation
+
+    return compare_generation(candidates, reference, seed=args.seed)
 
 
 def bench_llm(args: argparse.Namespace) -> None:

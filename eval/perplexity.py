@@ -71,6 +71,12 @@ class TextResult:
         wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join(map(str.ljust, line, wide)).rstrip() for line in lines)
 
+    def beside(self, other: TextResult) -> TextResult:
+        """Both results of the same candidates as one."""
+        names = list(dict.fromkeys([*self.scores, *other.scores]))
+        scores = {n: self.scores.get(n, {}) | other.scores.get(n, {}) for n in names}
+        return TextResult(scores, self.settings | other.settings, self.environment or other.environment)
+
     def to_dict(self) -> dict[str, Any]:
         return clean({"scores": self.scores, "settings": self.settings, "environment": self.environment})
 

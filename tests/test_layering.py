@@ -27,7 +27,7 @@ ROWS = (
     ("loop",),
     ("eval", "pipelines"),
     ("showcase", "showcase_text", "showcase_speed"),
-    ("catalogue", "commands_text", "commands_export", "commands_bench"),
+    ("catalogue", "commands_text", "commands_export", "commands_chat", "commands_bench"),
     ("commands",),
     ("cli", "__init__"),
 )
@@ -40,7 +40,8 @@ THIRD_PARTY = {
     "pipelines": CORE
     | {"diffusers", "transformers", "accelerate", "huggingface_hub", "tokenizers", "peft", "PIL"}
     | {"compressed_tensors", "gguf"},
-    "eval": CORE | {"torchmetrics", "torch_fidelity", "lpips", "torchvision", "stlpips_pytorch", "matplotlib", "PIL"},
+    "eval": CORE
+    | {"torchmetrics", "torch_fidelity", "lpips", "torchvision", "stlpips_pytorch", "matplotlib", "PIL", "lm_eval"},
 }
 
 

@@ -1,0 +1,82 @@
+"""`dq chat`: a conversation with a language model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from dq.registry import DQError
+
+
+def add(sub: Any) -> None:
+    """The subcommand and its options."""
+    p = sub.add_parser("chat", help="talk to a quantized (or any) language model")
+    p.add_argument("source", help="folder, GGUF file or hub id")
+    p.add_argument("question", nargs="?", help="answered once; without it every line that is typed is")
+    p.add_argument("--system", help="what the model is told first")
+    p.add_argument("--max-new-tokens", type=int, default=256)
+    p.add_argument("--sample", action="store_true", help="draw tokens as the model's settings say, not the likeliest")
+    p.add_argument("--kv-cache", metavar="NAME", help="keys and values in few bits (dq list caches)")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (default bf16)")
+    p.add_argument("--device", help="cuda or cpu; default: a GPU if there is one")
+    p.set_defaults(run=chat)
+
+
+def chat(args: argparse.Namespace) -> None:
+    """Answers in turn; what was said stays in the conversation."""
+    import torch
+
+    from dq import checks
+    from dq.pipelines.kv_store import kv_format
+    from dq.pipelines.loading import folder_of, load, load_tokenizer, parse_dtype, quiet_libraries
+
+    if args.kv_cache is not None:
+        kv_format(args.kv_cache)
+    checks.whole(args.max_new_tokens, "--max-new-tokens")
+    checks.seed(args.seed, "--seed")
+    dtype = parse_dtype(args.dtype)
+    folder_of(args.source)
+    tokenizer = load_tokenizer(args.source)
+    if not getattr(tokenizer, "chat_template", None):
+        raise DQError(f"the tokenizer of {args.source} has no chat template; dq generate continues a text without one")
+    quiet_libraries()
+    model = load(args.source, dtype, args.device)
+    if not (hasattr(model, "can_generate") and model.can_generate()):
+        raise DQError(f"{args.source} is a {type(model).__name__}, no language model that answers")
+    torch.manual_seed(args.seed)
+    said = [{"role": "system", "content": args.system}] if args.system else []
+    for question in [args.question] if args.question is not None else _lines():
+        said.append({"role": "user", "content": question})
+        said.append({"role": "assistant", "content": _answer(model, tokenizer, said, args)})
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, or comes through a pipe, line by line."""
+    asks = sys.stdin.isatty()
+    while True:
+        if asks:
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _answer(model: Any, tokenizer: Any, said: list[dict[str, str]], args: argparse.Namespace) -> str:
+    """Prints the answer as it comes, and returns it."""
+    from transformers import TextStreamer
+
+    from dq.pipelines.kv_cache import KVCache, cache_argument
+
+    tokens = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    given = {k: t.to(model.device) for k, t in tokens.items() if k in ("input_ids", "attention_mask")}
+    if args.kv_cache is not None:
+        given[cache_argument(model)] = KVCache(args.kv_cache, config=model.config)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    sampling = {} if args.sample else {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    ids = model.generate(**given, **sampling, max_new_tokens=args.max_new_tokens, streamer=streamer)[0]
+    return tokenizer.decode(ids[given["input_ids"].shape[1] :], skip_special_tokens=True)
