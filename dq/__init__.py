@@ -36,7 +36,7 @@ _LAZY = {
     "load_exported": "dq.pipelines.export",
     "evaluate_text": "dq.eval.perplexity",
     "evaluate_tasks": "dq.eval.tasks",
-    "measure_generation": "dq.eval.generation",
+    "measure_generation": "dq.pipelines.generation",
 }
 __version__ = _version.VERSION
 __all__ = ["__version__", *_LAZY]

@@ -30,6 +30,7 @@ def chat(args: argparse.Namespace) -> None:
     import torch
 
     from dq import checks
+    from dq.pipelines.chat import answer
     from dq.pipelines.kv_store import kv_format
     from dq.pipelines.loading import folder_of, load, load_tokenizer, parse_dtype, quiet_libraries
 
@@ -47,10 +48,11 @@ def chat(args: argparse.Namespace) -> None:
     if not (hasattr(model, "can_generate") and model.can_generate()):
         raise DQError(f"{args.source} is a {type(model).__name__}, no language model that answers")
     torch.manual_seed(args.seed)
+    options = {"tokens": args.max_new_tokens, "sample": args.sample, "kv_cache": args.kv_cache}
     said = [{"role": "system", "content": args.system}] if args.system else []
     for question in [args.question] if args.question is not None else _lines():
         said.append({"role": "user", "content": question})
-        said.append({"role": "assistant", "content": _answer(model, tokenizer, said, args)})
+        said.append({"role": "assistant", "content": answer(model, tokenizer, said, **options)})
 
 
 def _lines() -> Iterator[str]:
@@ -64,19 +66,3 @@ def _lines() -> Iterator[str]:
             return
         if line.strip():
             yield line.strip()
-
-
-def _answer(model: Any, tokenizer: Any, said: list[dict[str, str]], args: argparse.Namespace) -> str:
-    """Prints the answer as it comes, and returns it."""
-    from transformers import TextStreamer
-
-    from dq.pipelines.kv_cache import KVCache, cache_argument
-
-    tokens = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    given = {k: t.to(model.device) for k, t in tokens.items() if k in ("input_ids", "attention_mask")}
-    if args.kv_cache is not None:
-        given[cache_argument(model)] = KVCache(args.kv_cache, config=model.config)
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    sampling = {} if args.sample else {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    ids = model.generate(**given, **sampling, max_new_tokens=args.max_new_tokens, streamer=streamer)[0]
-    return tokenizer.decode(ids[given["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -85,9 +85,17 @@ def _on_tasks(args: argparse.Namespace, candidates: dict[str, Any], reference: A
 
 
 def _speed(args: argparse.Namespace, candidates: dict[str, Any], reference: Any, tokenizer: Any) -> Any:
-    from dq.eval.generation import compare_generation
+    """Times and bytes as scores without a standard error."""
+    from dq.eval import environment
+    from dq.eval.perplexity import TextResult, TextScore
+    from dq.pipelines.generation import measure_generation
 
-    return compare_generation(candidates, reference, seed=args.seed)
+    scores = {}
+    for name, candidate in {"reference": lambda: reference, **candidates}.items():
+        found = measure_generation(candidate(), seed=args.seed)
+        scores[name] = {k: TextScore(v, None, found.new * found.batch) for k, v in found.numbers().items()}
+    kind = {"prompt": found.prompt, "new": found.new, "batch": found.batch, "kv_cache": found.cache}
+    return TextResult(scores, {"generation": kind}, environment.describe(next(reference.parameters()).device))
 
 
 def bench_llm(args: argparse.Namespace) -> None:

@@ -7,8 +7,8 @@ import torch
 
 import dq
 from dq.cli import main
-from dq.eval import generation
-from dq.eval.generation import compare_generation, measure_generation
+from dq.pipelines import generation
+from dq.pipelines.generation import measure_generation
 
 
 @pytest.fixture
@@ -54,13 +54,6 @@ def test_tokens_are_those_of_generate(tiny, monkeypatch):
     measure_generation(model, prompt=ids, new=6, repeat=1)
     expected = model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, eos_token_id=None)
     assert torch.equal(torch.cat(seen[-6:], 1), expected[:, 12:])
-
-
-def test_candidates_beside_the_reference(tiny):
-    result = compare_generation({"a": tiny.llama}, tiny.llama(), prompt=8, new=2, repeat=1)
-    assert list(result.scores) == ["reference", "a"] and result["a"]["weights[MB]"].value > 0
-    assert result.settings["generation"] == {"prompt": 8, "new": 2, "batch": 1, "kv_cache": "16-bit"}
-    assert "ttft[ms]" in result.table()
 
 
 @pytest.mark.parametrize(

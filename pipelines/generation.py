@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import statistics
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dq import checks
-from dq.eval import environment
-from dq.eval.perplexity import TextResult, TextScore, _open
+from dq.pipelines.kv_cache import KVCache, cache_argument
 from dq.registry import DQError
 
 
@@ -50,6 +48,14 @@ class GenerationSpeed:
     new: int
     batch: int
     cache: str
+
+    def numbers(self) -> dict[str, float]:
+        """By names with units, for tables."""
+        found = {
+            "ttft[ms]": 1e3 * self.ttft, "tpot[ms]": 1e3 * self.tpot, "tokens/s": self.tokens_per_s,
+            "weights[MB]": self.weight_bytes / 1e6, "cache[MB]": self.cache_bytes / 1e6,
+        }  # fmt: skip
+        return found if self.peak_bytes is None else found | {"peak[MB]": self.peak_bytes / 1e6}
 
     def __str__(self) -> str:
         peak = "" if self.peak_bytes is None else f", peak {self.peak_bytes / 1e9:.2f} GB"
@@ -107,33 +113,9 @@ def measure_generation(
     )  # fmt: skip
 
 
-def compare_generation(
-    candidates: Mapping[str, Any], reference: nn.Module | None = None, **settings: Any
-) -> TextResult:
-    """`measure_generation` of the reference and of every candidate (a model, or a function that gives one, called when
-    its turn comes), as scores: `ttft[ms]`, `tpot[ms]`, `tokens/s`, `weights[MB]`, `cache[MB]`, and `peak[MB]` on a GPU.
-    """
-    scores = {}
-    for name, candidate in (({} if reference is None else {"reference": reference}) | dict(candidates)).items():
-        model = candidate if isinstance(candidate, nn.Module) else _open(candidate, str(name))
-        found = measure_generation(model, **settings)
-        numbers = {
-            "ttft[ms]": 1e3 * found.ttft, "tpot[ms]": 1e3 * found.tpot, "tokens/s": found.tokens_per_s,
-            "weights[MB]": found.weight_bytes / 1e6, "cache[MB]": found.cache_bytes / 1e6,
-        }  # fmt: skip
-        numbers |= {} if found.peak_bytes is None else {"peak[MB]": found.peak_bytes / 1e6}
-        scores[str(name)] = {k: TextScore(v, None, found.new * found.batch) for k, v in numbers.items()}
-        device = next(model.parameters()).device
-        del model
-    kind = {"prompt": found.prompt, "new": found.new, "batch": found.batch, "kv_cache": found.cache}
-    return TextResult(scores, {"generation": kind}, environment.describe(device))
-
-
 @torch.no_grad()
 def _run(model: nn.Module, ids: Tensor, new: int, name: str | None, device: torch.device) -> tuple[float, float, int]:
     """Seconds to the first token, seconds of the others, bytes of the cache."""
-    from dq.pipelines.kv_cache import KVCache, cache_argument
-
     cache = KVCache(name or "16-bit", config=model.config)
     given = {cache_argument(model): cache, "use_cache": True}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
