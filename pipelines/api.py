@@ -50,20 +50,31 @@ def _models(obj: Any, components: str | Sequence[str] | None) -> dict[str, nn.Mo
     return {n: models[n] for n in names}
 
 
-def _plans(models: dict[str, nn.Module], recipe: Any, skip: Sequence[str]) -> dict[str, Plan]:
+def _chosen(obj: Any, recipe: Any, components: Any) -> tuple[dict[str, nn.Module], dict[str, Recipe]]:
+    """component -> model, and -> recipe."""
+    if not isinstance(recipe, dict) or isinstance(obj, nn.Module) or "linear" in recipe or not recipe:
+        models = _models(obj, components)
+        return models, dict.fromkeys(models, Recipe.load(recipe))
+    if components is not None:
+        raise DQError("recipes by component say which components: leave components out")
+    models = _models(obj, list(recipe))
+    return models, {n: Recipe.load(recipe[n]) for n in models}
+
+
+def _plans(models: dict[str, nn.Module], recipes: dict[str, Recipe], skip: Sequence[str]) -> dict[str, Plan]:
     """One plan per component; a skip pattern must match in at least one of them."""
-    recipe, skip = Recipe.load(recipe), () if skip is None else skip
+    skip = () if skip is None else skip
     if len(models) == 1 or not isinstance(skip, list | tuple | set):  # which make_plan refuses
-        return {n: make_plan(m, recipe, skip) for n, m in models.items()}
+        return {n: make_plan(m, recipes[n], skip) for n, m in models.items()}
     used: set[str] = set()
     plans = {}
     for name, model in models.items():
         mine = [p for p in skip if _matches_any(model, p)]
         used.update(mine)
-        plans[name] = make_plan(model, recipe, mine)
+        plans[name] = make_plan(model, recipes[name], mine)
     for pattern in skip:
         if pattern not in used:
-            make_plan(next(iter(models.values())), recipe, [pattern])  # raises with near names
+            make_plan(next(iter(models.values())), next(iter(recipes.values())), [pattern])  # raises with near names
     return plans
 
 
@@ -84,9 +95,9 @@ def plan(obj: Any, recipe: Any, *, components: Any = None, skip: Sequence[str] =
     Raises:
         DQError: as `quantize`.
     """
-    models = _models(obj, components)
+    models, recipes = _chosen(obj, recipe, components)
     with opened(models.values()):
-        plans = _plans(models, recipe, skip)
+        plans = _plans(models, recipes, skip)
     return next(iter(plans.values())) if len(plans) == 1 else plans
 
 
@@ -108,7 +119,7 @@ def quantize(
 
     Args:
         obj: a diffusers pipeline or a model.
-        recipe: name of a preset, path of a TOML file, or a `Recipe`.
+        recipe: name of a preset, path of a TOML file, or a `Recipe`; of a pipeline also a dict component -> recipe.
         calibration: `dq.Prompts` for a pipeline, `dq.Text` for a model that reads tokens, or records (`dq.Record`s, or
             dicts of keyword arguments) for any model.
         components: pipeline components to quantize; default: the denoisers.
@@ -123,14 +134,14 @@ def quantize(
         DQError: unknown recipe, component or skip pattern; nothing to quantize; quantized already; NaN/Inf in a
             weight or a calibration input; calibration that is missing or empty.
     """
-    start, models = time.perf_counter(), _models(obj, components)
+    start, (models, recipes) = time.perf_counter(), _chosen(obj, recipe, components)
     if activations is not None and activations not in MODES:
         raise DQError(f"unknown activations mode {activations!r}{suggest(str(activations), MODES)}")
     typed(resume, (str, Path, type(None)), "resume is the path of a folder")
     prefix = "quantized" if typed(sequential, bool, "sequential is True or False") else "fp"
     originals = {name: open_experts(model) for name, model in models.items()}
     try:
-        plans = _checked_plans(models, recipe, skip, calibration)
+        plans = _checked_plans(models, recipes, skip, calibration)
         bar = progress if callable(progress) else (tqdm if progress else _silent)
         records = _calibrate(obj, models, calibration, bar)
         reports = {}
@@ -154,10 +165,12 @@ def quantize(
     return replace(_merge(reports), seconds=time.perf_counter() - start)
 
 
-def _checked_plans(models: dict[str, nn.Module], recipe: Any, skip: Sequence[str], calibration: Any) -> dict[str, Plan]:
+def _checked_plans(
+    models: dict[str, nn.Module], recipes: dict[str, Recipe], skip: Sequence[str], calibration: Any
+) -> dict[str, Plan]:
     """Plans; what would fail half way is refused, what is odd is said, before calibration, which would only report the
     NaN that a bad weight causes."""
-    plans = _plans(models, recipe, skip)
+    plans = _plans(models, recipes, skip)
     for name, model in models.items():
         check_weights(model, plans[name])
         check_rewrites(model, plans[name])
@@ -322,7 +335,7 @@ def _merge(reports: dict[str, QuantizeReport]) -> QuantizeReport:
     layers = [replace(x, name=f"{c}.{x.name}") for c, r in reports.items() for x in r.layers]
     rows = tuple(row for r in reports.values() for row in r.plan.rows)
     return QuantizeReport(
-        first.recipe,
+        " + ".join(dict.fromkeys(r.recipe for r in reports.values())),
         sum(r.seconds for r in reports.values()),
         layers,
         sum(r.bytes_before for r in reports.values()),

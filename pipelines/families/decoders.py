@@ -1,5 +1,6 @@
 """Decoders of transformers: Llama, Mistral, Qwen2 and Qwen3, Gemma 1 to 3, Phi-3 with its fused projections, and the
-mixtures Mixtral, Qwen2-MoE, Qwen3-MoE and gpt-oss.
+mixtures Mixtral, Qwen2-MoE, Qwen3-MoE and gpt-oss; with a vision tower, which stays, Qwen2-VL to Qwen3-VL, Mistral 3
+and Gemma 3.
 
 q, k, v read one normalised input, as do gate and up; o and down stand alone. The head and the embeddings stay in 16
 bits (a tied head is the embedding); q_norm and k_norm of Qwen3 and Gemma 3 are no linears. The factor of down folds
@@ -11,7 +12,10 @@ Of a mixture, gate and up of every expert read the tokens sent to it; its norm i
 factor.
 """
 
-from dq.family import FAMILIES, Family, Fold
+from dq.family import FAMILIES, HIGH_PRECISION, Family, Fold
+
+# Beside a decoder that reads text alone (a text encoder of a pipeline); prompts never reach it.
+_VISION = (r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector)(\.|$)", "vision tower")
 
 
 def _family(
@@ -46,6 +50,7 @@ def _family(
         inputs=tuple(inputs),
         lowrank=tuple(inputs),
         folds=tuple(folds),
+        high_precision=(*HIGH_PRECISION, _VISION),
         min_features=64,
     )
 
@@ -58,11 +63,16 @@ def _classes(*stems: str) -> tuple[str, ...]:
     return tuple(stem + kind for stem in stems for kind in kinds)
 
 
+def _seeing(*stems: str) -> tuple[str, ...]:
+    """Decoders with a vision tower, whole and as the part that reads text."""
+    return tuple(stem + kind for stem in stems for kind in ("ForConditionalGeneration", "Model", "TextModel"))
+
+
 FAMILIES.register(_family("llama", _classes("Llama"), norms=_LLAMA))
-FAMILIES.register(_family("mistral", _classes("Mistral"), norms=_LLAMA))
-FAMILIES.register(_family("qwen2", _classes("Qwen2"), norms=_LLAMA))
-FAMILIES.register(_family("qwen3", _classes("Qwen3"), norms=_LLAMA))
-FAMILIES.register(_family("gemma", (*_classes("Gemma", "Gemma2", "Gemma3"), "Gemma3TextModel")))
+FAMILIES.register(_family("mistral", (*_classes("Mistral"), *_seeing("Mistral3")), norms=_LLAMA))
+FAMILIES.register(_family("qwen2", (*_classes("Qwen2"), *_seeing("Qwen2VL", "Qwen2_5_VL")), norms=_LLAMA))
+FAMILIES.register(_family("qwen3", (*_classes("Qwen3"), *_seeing("Qwen3VL")), norms=_LLAMA))
+FAMILIES.register(_family("gemma", (*_classes("Gemma", "Gemma2", "Gemma3"), *_seeing("Gemma3"))))
 FAMILIES.register(_family("phi-3", _classes("Phi3"), fused=True, norms=_LLAMA))
 _EXPERTS = ("experts.*", "shared_expert")
 FAMILIES.register(_family("qwen-moe", _classes("Qwen2Moe", "Qwen3Moe"), norms=_LLAMA[:1], experts=_EXPERTS))
