@@ -173,3 +173,100 @@ def test_F11_F75_prompts_of_different_length_share_a_cache(tiny, name):
         assert (together - exact).norm() < 1.5 * (alone - exact).norm()
     else:
         assert torch.allclose(together, alone, atol=1e-3)
+
+
+def mixture(dtype=torch.float32, **changes):
+    """Qwen3-MoE with two layers of four stacked experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+        pad_token_id=0, eos_token_id=2, **changes,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).eval()
+    for p in model.parameters():  # buffers such as rotary frequencies keep their dtype, as `from_pretrained` keeps them
+        p.data = p.data.to(dtype)
+    return model
+
+
+def test_F18_F55_experts_shrink_on_disk_and_ties_stay(tmp_path):
+    """Stacked experts that a tool passes over leave a checkpoint at its 16-bit size."""
+    model = mixture(torch.bfloat16, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "a")
+    dq.quantize(model, plain("int4/group32"), progress=False)
+    model.save_pretrained(tmp_path / "b")
+    a, b = stored(tmp_path / "a"), stored(tmp_path / "b")
+    experts = [sum(t.nbytes for k, t in part.items() if ".experts." in k) for part in (a, b)]
+    assert 0.27 < experts[1] / experts[0] < 0.30  # 4 bits, and a 16-bit scale per 32 of them
+    assert not any(k.startswith("lm_head") for k in b)
+    loaded = type(model).from_pretrained(tmp_path / "b", dtype=torch.bfloat16)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_F61_opened_experts_are_refused_a_second_time():
+    model = mixture()
+    dq.quantize(model, plain("int8/channel"), progress=False)
+    expected = logits(model)
+    with pytest.raises(dq.DQError, match="Qwen3MoeForCausalLM is quantized already"):
+        dq.quantize(model, plain("int4/group32"), progress=False)
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "model.layers.1.self_attn.q_norm.weight",
+        "model.layers.1.mlp.gate.weight",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_F72_what_stays_in_16_bits_is_looked_at_too(name, bad):
+    """A model that computes NaN through an embedding, a norm or a router cannot be judged; nothing is changed."""
+    model = mixture()
+    model.get_parameter(name).data.view(-1)[3] = bad
+    with pytest.raises(dq.DQError, match=f"{name} holds 1 NaN or Inf"):
+        dq.quantize(model, plain("int8/channel"), progress=False)
+    assert not quantized_linears(model) and model.model.layers[0].mlp.experts.gate_up_proj.dim() == 3
+
+
+@pytest.mark.parametrize("recipe", ["w4a16-gptq", "int8-smooth", "int8-outliers", "w4a4-int4-spinquant"])
+def test_F24_no_text_is_named_and_changes_nothing(tiny, recipe):
+    """None, an empty list, a generator that is used up, and a text too short for one window."""
+    from dq.records import digest
+
+    model = tiny.llama(tied=True)
+    before, used = digest(model), iter(())
+    tokenizer = tiny.t5_tokenizer()
+    for texts in (None, [], used, [""]):
+        with pytest.raises(dq.DQError, match="calibration"):
+            dq.quantize(model, tiny.recipe(recipe), calibration=texts and dq.Text(texts, tokenizer), progress=False)
+    with pytest.raises(dq.DQError, match="one window needs 64: give more text or a smaller length"):
+        dq.Text(["ab"], tokenizer, length=64)
+    assert digest(model) == before and model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_F38_F39_adapters_on_a_corrected_model(tiny, tmp_path):
+    """peft's LoRA beside codes and a learned branch: a tiny delta arrives whole, and comes off without a trace."""
+    peft = pytest.importorskip("peft", reason="needs peft, see the extra lora")
+    model = quantized(tiny, "int4/group32")
+    dq.correct(model, tiny.llama(), [dict(input_ids=row[None]) for row in IDS], rank=2, steps=3, progress=False)
+    expected = logits(model)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    assert torch.equal(logits(tuned), expected)  # B = 0
+    layer = tuned.base_model.model.model.layers[1].mlp.down_proj
+    x, before = torch.randn(3, 96), layer(torch.zeros(3, 96))
+    plain_y = layer(x)
+    with torch.no_grad():
+        layer.lora_B["default"].weight.normal_(0, 1e-4)
+    delta = layer.scaling["default"] * layer.lora_B["default"](layer.lora_A["default"](x))
+    assert torch.allclose(layer(x) - plain_y, delta, atol=1e-6) and delta.abs().max() > 1e-5
+    assert torch.equal(layer(torch.zeros(3, 96)), before)
+    moved = logits(tuned)
+    tuned.save_pretrained(tmp_path)
+    back = tuned.unload()
+    assert torch.equal(logits(back), expected)
+    again = peft.PeftModel.from_pretrained(back, tmp_path)
+    assert torch.equal(logits(again), moved)
