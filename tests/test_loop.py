@@ -66,6 +66,9 @@ def recipe(weights="int4/channel", activations="int4/token", **changes):
     return Recipe("mine", Target(QuantSpec.parse(weights), acts), min_features=16, **changes)
 
 
+OUTSIDE = Rule("last", recipe().linear)  # outside the blocks of a model that is no known family, left in 16 bits else
+
+
 def chain_records(n=3):
     return [Record((torch.randn(5, 32),), {}, i, i, n) for i in range(n)]
 
@@ -109,7 +112,7 @@ def test_prefix(prefix, keep_outputs, inputs_used):
     """`fp`: what the 16-bit model feeds the block; `quantized`: what the finished blocks before it do."""
     model, records = Chain(), chain_records()
     full = inputs_of(model, [*FIRST, "last"], records)
-    plan = make_plan(model, recipe())
+    plan = make_plan(model, recipe(rules=(OUTSIDE,)))
     plan = replace(plan, family=replace(plan.family, keep_outputs=keep_outputs))
     quantize_model(model, plan, records, prefix=prefix, progress=quiet)
     low = inputs_of(model, FIRST, records)
@@ -234,7 +237,7 @@ def test_blocks_called_twice_fall_back_to_the_whole_model(inputs_used):
     model, records = Chain(2), chain_records()
     model.forward = lambda x: model.last(model.blocks[1](model.blocks[0](model.blocks[0](x))))
     full = inputs_of(model, ["blocks.0.up", "blocks.1.up"], records)
-    report = run(model, recipe(), records)
+    report = run(model, recipe(rules=(OUTSIDE,)), records)
     assert "blocks are not called exactly once each" in str(report.plan)
     for name, rows in full.items():
         assert torch.equal(inputs_used[name], rows)
@@ -245,7 +248,7 @@ def test_blocks_without_work_are_passed_through(inputs_used):
     """A block that the recipe keeps in 16 bits still has to run, or the next one starves."""
     model, records = Chain(), chain_records()
     full = inputs_of(model, FIRST, records)
-    run(model, recipe(rules=(Rule("blocks.1"),)), records)
+    run(model, recipe(rules=(Rule("blocks.1"), OUTSIDE)), records)
     assert set(quantized_linears(model)) == {"blocks.0.up", "blocks.0.down", "blocks.2.up", "blocks.2.down", "last"}
     assert torch.equal(inputs_used["blocks.2.up"], full["blocks.2.up"])
 
