@@ -151,7 +151,7 @@ def quantize(
             described = described | ({"sequential": True} if sequential and found else {})
             with _closes_if_rewritten(model, plans[name]):
                 if plans[name].recipe.rewrites:
-                    plans[name] = _rewritten(model, plans[name], found, skip)
+                    plans[name] = _rewritten(model, plans[name], found, skip, bar)
                 reports[name] = quantize_model(
                     model, plans[name], found, device=device, resume=folder, prefix=prefix, calibration=described,
                     progress=bar,
@@ -183,9 +183,9 @@ def _checked_plans(
     return plans
 
 
-def _rewritten(model: nn.Module, planned: Plan, records: Sequence[Record], skip: Sequence[str]) -> Plan:
+def _rewritten(model: nn.Module, planned: Plan, records: Sequence[Record], skip: Sequence[str], bar: Any) -> Plan:
     """Applies the recipe's rewrites to the 16-bit model and plans anew: a rewrite may untie weights or add biases."""
-    apply_rewrites(model, planned, records)
+    apply_rewrites(model, planned, records, bar)
     return make_plan(model, planned.recipe, [p for p in skip or () if _matches_any(model, p)])
 
 

@@ -47,7 +47,7 @@ def check_rewrites(model: nn.Module, plan: Plan) -> None:
             raise DQError(f"{what}nothing reads {site.name}: without its output projection it cannot be rotated")
 
 
-def apply_rewrites(model: nn.Module, plan: Plan, records: Sequence[Record]) -> None:
+def apply_rewrites(model: nn.Module, plan: Plan, records: Sequence[Record], progress: Any = None) -> None:
     """Applies the recipe's rewrites to the 16-bit model.
 
     Raises:
@@ -56,7 +56,7 @@ def apply_rewrites(model: nn.Module, plan: Plan, records: Sequence[Record]) -> N
     if plan.recipe.needs_calibration and not records:
         raise DQError(f"recipe {plan.recipe.name!r} needs calibration: pass calibration=dq.Text([...], tokenizer)")
     model.dq_rewritten = type(model).__name__  # until all is done; see dq.pipelines.api
-    rewrite(model, plan.recipe.rewrites, batches=[_keywords(model, r) for r in records])
+    rewrite(model, plan.recipe.rewrites, batches=[_keywords(model, r) for r in records], progress=progress)
 
 
 def _keywords(model: nn.Module, record: Record) -> dict[str, Any]:

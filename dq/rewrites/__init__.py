@@ -71,7 +71,8 @@ class Rewrite:
     Attributes:
         name: registry key.
         apply: `(model, structure, **params) -> dict`, edits the model in place, says what it did as JSON-clean values.
-        needs_batches: whether it takes calibration as `batches`, token ids [B, T] or dicts of keyword arguments.
+        needs_batches: whether it takes calibration as `batches`, token ids [B, T] or dicts of keyword arguments, and a
+            bar of tqdm's signature as `progress`.
         check: `(params) -> complaint`, "" if it can work with them.
     """
 
@@ -188,7 +189,7 @@ def check_rewrites(names: Iterable[tuple[str, dict[str, Any]]]) -> None:
     """Raises DQError for an unknown rewrite, a parameter that it does not take, or a value that it cannot work with."""
     for name, params in names:
         kind = REWRITES.get(name)
-        for word in {"structure", "batches"} & set(params):
+        for word in {"structure", "batches", "progress"} & set(params):
             raise DQError(f"rewrite {name!r} takes no parameter {word!r}: it is found from the model or calibration")
         check_params(f"rewrite {name!r}", kind.apply, params.items())
         complaint = kind.check(params)
@@ -201,8 +202,10 @@ def rewrite(
     names: Sequence[str | tuple[str, dict[str, Any]]],
     structure: Structure | None = None,
     batches: Sequence[Tensor | dict[str, Any]] = (),
+    progress: Callable[..., Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Applies rewrites in the order given; returns what each did.
+    """Applies rewrites in the order given; returns what each did. `progress`: a bar of tqdm's signature for those that
+    learn.
 
     Raises:
         DQError: as `check_rewrites`; one that learns without batches; a model that one of them does not fit.
@@ -215,6 +218,6 @@ def rewrite(
             raise DQError(f"rewrite {name!r} learns from text: pass calibration")
     for name, params in pairs:
         kind = REWRITES.get(name)
-        data = {"batches": batches} if kind.needs_batches else {}
+        data = {"batches": batches, "progress": progress} if kind.needs_batches else {}
         done.append({"name": name, **kind.apply(model, structure, **params, **data)})
     return done

@@ -11,13 +11,15 @@ Source: SpinQuant (arXiv 2405.16406, section 3).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from tqdm import tqdm
 
 from dq.qtensor import fake_quantize
 from dq.registry import DQError
@@ -144,7 +146,9 @@ def _batch(batch: Tensor | dict[str, Any], device: torch.device) -> dict[str, An
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
 
 
-def train(trainer: Trainer, batches: Sequence[Any], steps: int, rate: float, objective: str) -> list[float]:
+def train(
+    trainer: Trainer, batches: Sequence[Any], steps: int, rate: float, objective: str, tick: Callable = lambda n: None
+) -> list[float]:
     """Adam with a cosine to zero; the loss of every step. A step of rate / sqrt(n) in every element of P turns by about
     the same angle at every size n.
 
@@ -164,6 +168,7 @@ def train(trainer: Trainer, batches: Sequence[Any], steps: int, rate: float, obj
         loss.backward()
         optimizer.step()
         decay.step()
+        tick(1)
     return history
 
 
@@ -204,6 +209,7 @@ def apply(
     objective: str = "kl",
     online: bool = False,
     seed: int = 0,
+    progress: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """Fuses the norms, learns R1 and one R2 per block, and fuses them.
 
@@ -214,6 +220,7 @@ def apply(
         objective: `kl`, from the 16-bit model, or `ce`, of the next token.
         online: whether the recipe also rotates the input of the last MLP linear by `rotate`, kind `sylvester`, size -1.
         seed: of the random Hadamard matrices at the start.
+        progress: a bar of tqdm's signature; None for none.
 
     Raises:
         DQError: norms that cannot be fused, a loss that is not finite, or a result that is not orthogonal.
@@ -226,7 +233,9 @@ def apply(
     trainer = Trainer(model, structure, *specs, online, seed)
     parameters(model, trainer.linears)
     with frozen(model), torch.enable_grad():
-        history = train(trainer, batches, steps, rate, objective)
+        bar = progress or partial(tqdm, disable=True)
+        with bar(total=steps, desc="spinquant", unit="step") as shown:
+            history = train(trainer, batches, steps, rate, objective, shown.update)
     with torch.no_grad():
         distance = max(check_orthogonal(r.matrix(torch.float64)) for r in trainer.rotations)
         fuse(model, trainer.moves(torch.float64))

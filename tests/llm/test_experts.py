@@ -215,6 +215,10 @@ def test_mixed_grids_name_the_experts_by_one_pattern(mixture, tiny, tmp_path):
     groups = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"]
     assert sorted(len(g["targets"]) for g in groups.values()) == [1, 8]
     assert torch.equal(logits(dq.load_exported(out)), logits(model))
+    from transformers.integrations import compressed_tensors as reader
+
+    if not hasattr(reader, "get_experts_scheme"):  # older versions take one scheme for the whole file
+        return
     theirs = type(model).from_pretrained(out, dtype=torch.float32)
     assert float((logits(theirs) - logits(model)).norm() / logits(model).norm()) < 2e-3
 

@@ -43,6 +43,28 @@ def test_learned_rotations_beat_random_ones(llm, tiny, text, tmp_path):
         assert torch.equal(type(model).from_pretrained(tmp_path)(text.ids).logits, model(text.ids).logits)
 
 
+def test_learning_rotations_shows_a_bar(llm, tiny, text):
+    """Minutes on a real model: its steps are shown, in front of those of quantization."""
+    from tqdm import tqdm
+
+    seen = []
+
+    class Bar(tqdm):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs | {"disable": True})
+            seen.append([kwargs.get("desc"), kwargs.get("total"), 0])
+
+        def update(self, n=1):
+            seen[-1][2] += n
+
+    recipe = tiny.recipe("w4a4-int4-spinquant")
+    recipe = recipe.with_(rewrites=(("norm_fusion", ()), ("spinquant", (("steps", 5),))))
+    dq.quantize(llm.decoder(), recipe, calibration=text, progress=Bar)
+    assert [s[0] for s in seen] == ["spinquant", "w4a4-int4-spinquant"] and seen[0][1:] == [5, 5]
+    with pytest.raises(dq.DQError, match="takes no parameter 'progress'"):
+        recipe.with_(rewrites=(("spinquant", (("progress", 1),)),))
+
+
 def test_outlier_channels_in_16_bits(llm, tiny, text, tmp_path):
     """Against plain INT8 on the same model; the channel that is large is the one that leaves, and no other layer has
     one."""
