@@ -27,6 +27,7 @@ _LAZY = {
     "fold": "dq.pipelines.api",
     "correct": "dq.pipelines.correction",
     "adapter_info": "dq.pipelines.adapters",
+    "load_lora": "dq.pipelines.lora",
     "demo_path": "dq.pipelines.demo",
     "demo_kwargs": "dq.pipelines.demo",
     "demo_prompts": "dq.pipelines.demo",
