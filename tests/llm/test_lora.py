@@ -148,8 +148,8 @@ def test_trained_copies_of_whole_layers_are_refused(tiny):
 
 def test_rewritten_models_warn(tiny):
     model = tiny.llama()
-    dq.quantize(model, tiny.recipe("w4a4-int4-quarot"), calibration=[dict(input_ids=torch.ones(1, 8, dtype=torch.long))],
-                progress=False)  # fmt: skip
+    records = [dict(input_ids=torch.ones(1, 8, dtype=torch.long))]
+    dq.quantize(model, tiny.recipe("w4a4-int4-quarot"), calibration=records, progress=False)
     with pytest.warns(UserWarning, match=r"changed the inputs of this model's layers"):
         peft.get_peft_model(model, config())
 
