@@ -136,11 +136,13 @@ class OpenedExperts(nn.Module):
 
 
 def _linear(weight: Tensor, bias: Tensor | None, trainable: bool) -> nn.Linear:
-    """A linear whose parameters are these tensors."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    """A linear whose parameters are these tensors. Its own constructor would draw random weights first: seconds for
+    thousands of experts."""
+    linear = nn.Linear.__new__(nn.Linear)
+    nn.Module.__init__(linear)
+    linear.out_features, linear.in_features = weight.shape
     linear.weight = nn.Parameter(weight, trainable)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias, trainable)
+    linear.register_parameter("bias", None if bias is None else nn.Parameter(bias, trainable))
     return linear
 
 
