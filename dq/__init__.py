@@ -32,6 +32,7 @@ _LAZY = {
     "demo_kwargs": "dq.pipelines.demo",
     "demo_prompts": "dq.pipelines.demo",
     "evaluate": "dq.eval.compare",
+    "DQConfig": "dq.pipelines.config",
     "KVCache": "dq.pipelines.kv_cache",
     "export": "dq.pipelines.export",
     "load_exported": "dq.pipelines.export",

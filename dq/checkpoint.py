@@ -102,7 +102,7 @@ def prepare_model(model: nn.Module, config: dict[str, Any], dtype: torch.dtype, 
         model.set_submodule(name, like(new, old).train(old.training))
 
 
-def _align(model: nn.Module) -> None:
+def align(model: nn.Module) -> None:
     """Copies CPU tensors that a memory-mapped file left unaligned to 64 bytes.
 
     BLAS kernels take other code paths for unaligned operands and then differ in the last bit; a model must give the
@@ -134,7 +134,7 @@ def finish_model(model: nn.Module) -> None:
         if layer.bias is not None and not layer.bias.is_meta:
             _check_values(layer.bias, f"{name}.bias")
     watch(model)
-    _align(model)
+    align(model)
 
 
 def _check_values(tensor: Tensor, name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dq.ops import Choice, LinearParams, choose_backend
+from dq.ops import BACKENDS, Choice, LinearParams, choose_backend
 from dq.qtensor import QTensor
 from dq.registry import DQError
 from dq.spec import QuantSpec
@@ -145,6 +145,7 @@ class QuantizedLinear(nn.Linear):
         )
         self.register_parameter("bias", empty)
         self._choice: tuple[tuple, Choice] | None = None
+        BACKENDS.discover()  # not in the first call: it may be a compiled one, and imports are no part of a graph
         self.step_context = StepContext()  # the model's own once `dq.steps.watch` has seen it
 
     @classmethod
@@ -267,12 +268,21 @@ class QuantizedLinear(nn.Linear):
         return w.to(dtype or self.compute_dtype)
 
     def _apply(self, fn, recurse=True):
-        """Moves buffers, never casts them; the bias and the reported dtype follow a cast."""
+        """Moves buffers, never casts them; the bias and the reported dtype follow a cast.
+
+        Raises:
+            DQError: a cast to a dtype that no linear computes in.
+        """
+        dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=self.qweight.device)).dtype
+        if dtype.itemsize < 2:  # diffusers' layerwise casting
+            name = str(dtype).removeprefix("torch.")
+            raise DQError(
+                f"a quantized linear cannot be cast to {name}: its codes are small already, its bias would suffer"
+            )
         buffers, self._buffers = self._buffers, {}
         super()._apply(fn, recurse)
         self._buffers = {name: _keep_dtype(fn, t) for name, t in buffers.items()}
-        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=self.qweight.device)).dtype
-        self._choice = None
+        self.compute_dtype, self._choice = dtype, None
         return self
 
     def __getstate__(self):
@@ -282,6 +292,7 @@ class QuantizedLinear(nn.Linear):
 
     def __setstate__(self, state):
         super().__setstate__(state)
+        BACKENDS.discover()
         for name, (_, dtype) in self.config.tensors(self.out_features, self.in_features).items():
             if _is_float8(dtype) and self._buffers[name].dtype == torch.uint8:
                 self._buffers[name] = self._buffers[name].view(dtype)

@@ -106,14 +106,19 @@ def quantize_model(
     remarks = (*loop.remarks, *found)
     seconds, plan = time.perf_counter() - start, replace(plan, rows=tuple(loop.rows), remarks=remarks)
     layers = layer_info(model)
+    warn_of_losses(layers)
+    after = model_bytes(model)
+    return QuantizeReport(plan.recipe.name, seconds, layers, before, after, plan, calibration or {}, choices)
+
+
+def warn_of_losses(layers: Sequence[LayerInfo]) -> None:
+    """Warns about linears of which quantization left almost nothing."""
     lost = [f"{x.name} ({x.weights})" for x in layers if x.sqnr_db is not None and x.sqnr_db < LOST_DB]
     if lost:
         what = (
             f"almost nothing is left of {len(lost)} linears (SQNR below {LOST_DB} dB), e.g. {lost[0]}: values too small"
         )
-        warnings.warn(what + " for its scales, or outliers; skip it or take another grid", stacklevel=2)
-    after = model_bytes(model)
-    return QuantizeReport(plan.recipe.name, seconds, layers, before, after, plan, calibration or {}, choices)
+        warnings.warn(what + " for its scales, or outliers; skip it or take another grid", stacklevel=3)
 
 
 class _Loop:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import re
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -20,7 +19,9 @@ from dq.checkpoint import layers_config, prepare_model
 from dq.family import matches
 from dq.linear import QuantizedLinear, quantized_linears
 from dq.pipelines.adapters import refuse_adapters
+from dq.pipelines.casting import allow_casts
 from dq.pipelines.experts import open_named
+from dq.pipelines.on_load_words import FP8_SOURCES, check_words, on_load_recipe
 from dq.registry import DQError, suggest
 
 
@@ -31,17 +32,43 @@ class DQMethod(str, Enum):  # noqa: UP042 - diffusers reads `.value`, and both c
 
 
 class DQConfigBase:
-    """The `quantization_config` of a checkpoint: format version, kinds, layers, recipe and where it came from.
+    """The `quantization_config` of diffusers and transformers, in one of two roles.
+
+    * What a user passes to `from_pretrained` of a 16-bit model, which is then quantized while it is read.
+    * What a checkpoint says about itself: format version, kinds, layers, recipe and where it came from.
 
     Args:
-        recipe: name of a recipe (to quantize with) or its dict (read from a checkpoint).
-        fields: the other entries of `dq.checkpoint.layers_config` and `artifact_meta`.
+        recipe: a preset, the path of a TOML file, a `Recipe` (or its dict) that needs no calibration.
+        skip: patterns of linears that stay in 16 bits.
+        activations: `faithful` or `native` activation grid at run time; see `dq.quantize`.
+        fp8_source: what to do with weights that are FP8 already: `refuse`, or `dequantize` them first.
+        fields: of a checkpoint, the entries of `dq.checkpoint.layers_config` and `artifact_meta`.
+
+    Raises:
+        DQError: an unknown word, or a recipe that loading cannot follow (it needs calibration, or rewrites the model).
     """
 
-    def __init__(self, recipe: str | dict | None = None, quant_method: Any = DQMethod.DQ, **fields: Any):
+    def __init__(
+        self,
+        recipe: Any = None,
+        skip: Sequence[str] = (),
+        activations: str | None = None,
+        fp8_source: str = FP8_SOURCES[0],
+        quant_method: Any = DQMethod.DQ,
+        **fields: Any,
+    ):
         self.quant_method = DQMethod(quant_method)
         self.recipe = recipe
         self._fields, self._model = fields, None
+        self.skip, self.activations, self.fp8_source = skip, activations, fp8_source
+        if self.on_load:
+            self.recipe = on_load_recipe(recipe, fields).to_dict()
+            check_words(skip, activations, fp8_source)
+
+    @property
+    def on_load(self) -> bool:
+        """Whether it asks for a quantization, and is not the description of one."""
+        return not {"format_version", "kinds", "layers"} & set(self._fields)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -63,7 +90,8 @@ class DQConfigBase:
 
     def __deepcopy__(self, memo: dict[int, Any]):
         model = None if self._model is None else self._model()
-        copied = type(self)(copy.deepcopy(self.recipe, memo), self.quant_method, **copy.deepcopy(self.fields, memo))
+        words = dict(skip=self.skip, activations=self.activations, fp8_source=self.fp8_source)
+        copied = type(self)(copy.deepcopy(self.recipe, memo), **words, **copy.deepcopy(self.fields, memo))
         return copied if memo.get(id(model)) is None else copied.follow(memo[id(model)])
 
     def __getstate__(self):
@@ -75,11 +103,10 @@ class DQConfigBase:
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "quant_method": self.quant_method.value,
-            "recipe": copy.deepcopy(self.recipe),
-            **copy.deepcopy(self.fields),
-        }
+        plain = {"quant_method": self.quant_method.value, "recipe": copy.deepcopy(self.recipe)}
+        if self.on_load:
+            plain |= {"skip": list(self.skip), "activations": self.activations, "fp8_source": self.fp8_source}
+        return plain | copy.deepcopy(self.fields)
 
     def to_diff_dict(self) -> dict[str, Any]:
         return self.to_dict()
@@ -91,7 +118,8 @@ class DQConfigBase:
         yield from self.to_dict().items()
 
     def __repr__(self) -> str:
-        return f"DQConfig(recipe={self.name!r}, layers={len(self.fields.get('layers', ()))})"
+        what = "on load" if self.on_load else f"layers={len(self.fields.get('layers', ()))}"
+        return f"DQConfig(recipe={self.name!r}, {what})"
 
     @property
     def name(self) -> str:
@@ -106,22 +134,15 @@ def config_fields(model: nn.Module) -> dict[str, Any]:
     return fields
 
 
-def prepare(
-    model: nn.Module, config: DQConfigBase, pre_quantized: bool, dtype: torch.dtype, in_fp32: Iterable[str] = ()
-) -> None:
-    """Swaps empty quantized linears into a model on the meta device.
+def prepare(model: nn.Module, config: DQConfigBase, dtype: torch.dtype, in_fp32: Iterable[str] = ()) -> None:
+    """Swaps empty quantized linears into a model on the meta device, as a checkpoint describes them.
 
     Args:
         in_fp32: name patterns of modules that the library keeps in float32 whatever `dtype` says.
 
     Raises:
-        DQError: the checkpoint is not quantized yet, or is newer than this dq.
+        DQError: the checkpoint is newer than this dq, or damaged.
     """
-    if not pre_quantized:
-        raise DQError(
-            "quantizing while loading is not available yet: load the 16-bit model, then "
-            f"dq.quantize(model, {config.name or 'fp8'!r})"
-        )
     open_named(model, config.fields.get("layers") or ())
     prepare_model(model, config.fields, dtype)
     allow_casts(model)
@@ -130,35 +151,6 @@ def prepare(
             layer.compute_dtype = torch.float32
     model.dq_artifact = {k: v for k, v in config.fields.items() if k not in ("format_version", "kinds", "layers")}
     model.dq_artifact["recipe"] = config.recipe
-
-
-def allow_casts(model: nn.Module) -> None:
-    """Lets `.to(dtype)`, `.half()` and `.float()` cast a dq model: 16-bit layers, biases and the compute dtype follow,
-    codes and scales stay (`QuantizedLinear._apply`).
-
-    The libraries refuse casts of what is quantized, for the sake of methods whose payload a cast destroys; a pipeline
-    would be left half cast. Their methods are wrapped once, on the class: on the instance they would make a reference
-    cycle, which keeps a model's memory after its last use. Models that are not dq's see no difference.
-    """
-    for name in ("to", "half", "float"):
-        owner = next(c for c in type(model).__mro__ if name in vars(c))
-        if owner is not nn.Module and not hasattr(vars(owner)[name], "dq_castable"):
-            setattr(owner, name, _castable(vars(owner)[name]))
-
-
-def _castable(original: Any) -> Any:
-    @functools.wraps(original)
-    def cast(self, *args, **kwargs):
-        if getattr(self, "quantization_method", None) != DQMethod.DQ:
-            return original(self, *args, **kwargs)
-        self.is_quantized = False
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            self.is_quantized = True
-
-    cast.dq_castable = True
-    return cast
 
 
 class StateDict(OrderedDict):

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.hub import PushToHubMixin
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dq.checkpoint import finish_model
 from dq.linear import quantized_linears
 from dq.loop import dequantize_model
 from dq.pipelines.experts import stacked_layers
+from dq.pipelines.fp8_source import SCALES, check_source
 from dq.pipelines.hf_config import (
     DQConfigBase,
     DQMethod,
@@ -26,6 +28,9 @@ from dq.pipelines.hf_config import (
     prepare,
     read_headers,
 )
+from dq.pipelines.model_card import push_with_card
+from dq.pipelines.on_load import OnLoad, element_bytes, own_memory, refuse_disk, refuse_second
+from dq.pipelines.origin import note_origin
 from dq.registry import DQError
 
 _OF_AN_EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -35,23 +40,69 @@ class DQTransformersConfig(DQConfigBase, QuantizationConfigMixin):
     """`quantization_config` in transformers' config.json."""
 
 
+MARKS = ("_is_hf_initialized",)  # what keeps transformers from initialising a layer
+
+
+class TakeTensors(ConversionOps):
+    """Hands what the loader read to the quantizer."""
+
+    def __init__(self, quantizer: DQTransformersQuantizer):
+        self.quantizer = quantizer
+
+    def convert(self, input_dict, missing_keys=None, **kwargs):
+        return self.quantizer.take(input_dict, missing_keys)
+
+
 class DQTransformersQuantizer(HfQuantizer):
-    """Loads dq checkpoints. transformers keeps each tensor in the dtype of the meta buffer, so ours survive."""
+    """Loads dq checkpoints (transformers keeps each tensor in the dtype of the meta buffer, so ours survive). Of a
+    16-bit model it quantizes each group of linears when the last of its tensors has been read."""
 
     requires_calibration = False
 
+    def __init__(self, quantization_config: Any, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        if quantization_config.on_load:
+            self.pre_quantized = False
+        self._on_load: OnLoad | None = None
+        self._failed: DQError | None = None
+        self._path: Any = None
+
+    def validate_environment(self, *args, device_map=None, **kwargs):
+        if not self.pre_quantized:
+            refuse_disk(device_map)
+
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+        if not self.pre_quantized:
+            self._check_16_bit(checkpoint_files)
+            tied = {n.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for n in pair}
+            self._on_load = OnLoad(model, self.quantization_config, tied, MARKS)
+            return
         dtype = model.dtype or torch.float32
         in_fp32 = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype != torch.float32 else set()
         if dtype == torch.float16:
             in_fp32 |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-        prepare(model, self.quantization_config, self.pre_quantized, dtype, in_fp32)
+        prepare(model, self.quantization_config, dtype, in_fp32)
         headers = read_headers(checkpoint_files)
         if headers:
             check_tensors(model, _renamed(headers, model, self))
         # transformers initialises weights that it did not load, module by module and from parents; ours hold no data.
         for layer in quantized_linears(model).values():
-            layer._is_hf_initialized, layer.weight_marks = True, {"_is_hf_initialized": True}
+            layer.weight_marks = dict.fromkeys(MARKS, True)
+            for mark in MARKS:
+                setattr(layer, mark, True)
+
+    def _check_16_bit(self, checkpoint_files: Any) -> None:
+        """The source is no FP8; unscaled FP8 is cast by the loader, which leaves scales unread."""
+        kinds = {n: kind for n, (_, kind) in read_headers(checkpoint_files).items()}
+        check_source(kinds, self.quantization_config.fp8_source)
+        scales = [n for n in kinds if n.rpartition(".")[2] in SCALES]
+        if scales:
+            raise DQError(
+                f"the source is scaled FP8 (it holds {scales[0]}): load it without dq, dequantize and save it, or take "
+                "the 16-bit model"
+            )
+        if checkpoint_files:
+            self._path = checkpoint_files[0]
 
     def update_weight_conversions(self, weight_conversions, *model):
         """Without what merges the experts of a layer into one tensor, where the checkpoint holds them as linears."""
@@ -60,11 +111,48 @@ class DQTransformersQuantizer(HfQuantizer):
         return super().update_weight_conversions(weight_conversions, *model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        if self._failed is not None:
+            raise self._failed
+        if self._on_load is not None:
+            self._on_load.finish(self._path)
+            own_memory(model)
+            self._on_load = None
+            attach(model)
+            return model
         for layer in quantized_linears(model).values():
             layer.__dict__.pop("weight_marks", None)
         finish_model(model)
         self.quantization_config.follow(model)
         return model
+
+    def param_needs_quantization(self, model, param_name, **kwargs) -> bool:
+        return self._on_load is not None and self._on_load.wants(param_name)
+
+    def param_element_size(self, model, param_name, param) -> float:
+        if self.param_needs_quantization(model, param_name) and param_name.endswith(".weight"):
+            return element_bytes(self._on_load, param_name)
+        return param.element_size()
+
+    def get_quantize_ops(self):
+        return TakeTensors(self)
+
+    def take(self, tensors: dict[str, Any], missing: set[str] | None) -> dict[str, Any]:
+        """Keeps what belongs to quantized linears, hands the rest back. The loader collects exceptions for a table and
+        goes on; the first of ours is raised when it has finished."""
+        left = {}
+        for name, value in tensors.items():
+            value = value[0] if isinstance(value, list) else value
+            if not self._on_load.wants(name):
+                left[name] = value
+                continue
+            if missing is not None:
+                missing.discard(name)
+            if self._failed is None:
+                try:
+                    self._on_load.take(name, value)
+                except DQError as error:
+                    self._failed = error
+        return left
 
     def _dequantize(self, model, dtype=None):
         return dequantize_model(model)
@@ -101,6 +189,7 @@ def _renamed(headers: dict[str, Header], model: nn.Module, quantizer: HfQuantize
 def attach(model: nn.Module) -> None:
     """Makes a model quantized in memory save and load like one that was loaded quantized."""
     release_gguf(model)
+    note_origin(model)
     config = DQTransformersConfig(**config_fields(model)).follow(model)
     model.config.quantization_config = config
     model.hf_quantizer = DQTransformersQuantizer(config, pre_quantized=True)
@@ -137,5 +226,7 @@ def detach(model: nn.Module) -> None:
 
 def register(auto: Any) -> None:
     """Adds dq to transformers' two mappings (its own register functions refuse a second call)."""
+    PushToHubMixin._upload_modified_files = push_with_card(PushToHubMixin._upload_modified_files)
+    refuse_second(auto.AutoHfQuantizer)
     auto.AUTO_QUANTIZER_MAPPING["dq"] = DQTransformersQuantizer
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING["dq"] = DQTransformersConfig

@@ -1,7 +1,8 @@
 """Registers dq in diffusers, transformers and peft when they are imported, or at once if they already are.
 
-None has a plug-in mechanism: all look classes up in dicts. `import dq` must stay light, so a meta-path finder waits
-for these modules, lets the ordinary machinery import them and registers right after.
+None has a plug-in mechanism: all look classes up in dicts (and one method of pipelines is wrapped). `import dq` must
+stay light, so a meta-path finder waits for these modules, lets the ordinary machinery import them and registers right
+after.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 
 _PLUGINS = {
     "diffusers.quantizers.auto": "dq.pipelines.hf_diffusers",
+    "diffusers.pipelines.pipeline_utils": "dq.pipelines.hf_pipelines",
     "transformers.quantizers.auto": "dq.pipelines.hf_transformers",
     "peft": "dq.pipelines.hf_peft",
 }
