@@ -239,7 +239,8 @@ def test_vae_slicing_and_tiling(tiny, parts):
     whole = tiny.denoise(pipe, prompts, output_type="pt")
     assert len(whole) == 2 and whole.isfinite().all()
     pipe.vae.enable_slicing()
-    torch.testing.assert_close(tiny.denoise(pipe, prompts, output_type="pt"), whole, atol=1e-5, rtol=1e-4)
+    # Convolutions of one image and of two may differ in the last bit, and then a code of an activation by one.
+    assert close(tiny.denoise(pipe, prompts, output_type="pt"), whole, 0.01 if "vae" in parts else 1e-5)
     pipe.vae.enable_tiling()
     pipe.vae.tile_latent_min_size, pipe.vae.tile_sample_min_size = 16, 16
     tiled = tiny.denoise(pipe, prompts, output_type="pt")

@@ -156,7 +156,7 @@ def test_plans_are_refused_before_anything_is_read(tiny, sources, kind):
     folder, _ = sources[kind]
     for asked, message in (
         (config(tiny, "int8", skip=["to_qk"]), "skip pattern 'to_qk' matches no linear"),
-        (dq.DQConfig("int8"), "nothing to quantize in"),
+        (dq.DQConfig(dq.Recipe.load("int8").with_(min_features=9999)), "nothing to quantize in"),
     ):
         with pytest.raises(dq.DQError, match=message):
             CLASSES[kind].from_pretrained(folder, quantization_config=asked)
