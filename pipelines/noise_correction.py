@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from dq.checks import line
 from dq.pipelines.api import attach as refresh
 from dq.pipelines.calibration import DENOISERS, Prompts
-from dq.pipelines.calibration import _timestep as call_timestep
+from dq.pipelines.recorder import timestep as call_timestep
 from dq.records import Record, map_tensors, outputs
 from dq.registry import DQError, suggest, typed
 from dq.replay import call, device_of

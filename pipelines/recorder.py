@@ -124,7 +124,7 @@ class Recorder:
         self._context, self._pending, self.text.first = None, [], None
 
     def _before(self, module: Any, args: tuple, kwargs: dict) -> None:
-        record = Record(args, dict(kwargs), self._prompt, self._step, self._own_steps(), _timestep(args, kwargs),
+        record = Record(args, dict(kwargs), self._prompt, self._step, self._own_steps(), timestep(args, kwargs),
                         self._context or "", self.name)  # fmt: skip
         if self._pending and not _one_step(self._pending[-1], record):
             self.flush()
@@ -217,7 +217,7 @@ def _one_step(a: Record, b: Record) -> bool:
     return times and first.shape == second.shape and torch.equal(first, second)
 
 
-def _timestep(args: tuple, kwargs: dict) -> float:
+def timestep(args: tuple, kwargs: dict) -> float:
     value = next((kwargs[n] for n in TIMES if n in kwargs), args[1] if len(args) > 1 else None)
     if isinstance(value, Tensor):
         return float(value.reshape(-1)[0]) if value.numel() else float("nan")
