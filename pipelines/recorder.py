@@ -218,6 +218,7 @@ def _one_step(a: Record, b: Record) -> bool:
 
 
 def timestep(args: tuple, kwargs: dict) -> float:
+    """The timestep of a denoiser's call, in its own unit; NaN if it has none."""
     value = next((kwargs[n] for n in TIMES if n in kwargs), args[1] if len(args) > 1 else None)
     if isinstance(value, Tensor):
         return float(value.reshape(-1)[0]) if value.numel() else float("nan")
