@@ -46,6 +46,7 @@ METHODS: dict[str, str | dict[str, Any]] = {
         "linear": _FIT | {"transforms": ["smooth", _DUAL, {"name": "lowrank", "rank": 32}], "rounding": "gptq"}
     },
     "W4A4 NVFP4 w4a4-nvfp4-arc": "w4a4-nvfp4-arc",
+    "W4A4 NVFP4 w4a4-nvfp4-arc-llm": "w4a4-nvfp4-arc-llm",
     "W4A4 w4a4-auto": "w4a4-auto",
     "W4A8 NVFP4, FP8": "w4a8",
 }
