@@ -83,6 +83,11 @@ class DQConfigBase:
         self._model = weakref.ref(model)
         return self
 
+    @property
+    def followed(self) -> nn.Module | None:
+        """The model that is described, None if none is (any more)."""
+        return None if self._model is None else self._model()
+
     def refuse_adapters(self) -> None:
         """Raises DQError if adapters are attached to the model that is followed: it cannot be saved as a whole then."""
         if self._model is not None and self._model() is not None:
@@ -217,6 +222,8 @@ def read_headers(files: Iterable[Any]) -> dict[str, Header]:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     part = file.get_slice(name)
                     found[name] = (tuple(part.get_shape()), part.get_dtype())
+        except FileNotFoundError as error:
+            raise DQError(f"{path} is missing: the checkpoint is incomplete") from error
         except (OSError, SafetensorError) as error:
             raise DQError(f"{path} cannot be read ({error}): truncated, or not a safetensors file") from error
     return found

@@ -28,6 +28,7 @@ from dq.pipelines.hf_config import (
     prepare,
     read_headers,
 )
+from dq.pipelines.hook import complete
 from dq.pipelines.model_card import push_with_card
 from dq.pipelines.on_load import OnLoad, element_bytes, refuse_disk, refuse_second, sizes
 from dq.pipelines.origin import note_origin
@@ -196,3 +197,6 @@ def register(auto: Any) -> None:
     refuse_second(auto.DiffusersAutoQuantizer)
     auto.AUTO_QUANTIZER_MAPPING["dq"] = DQDiffusersQuantizer
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING["dq"] = DQDiffusersConfig
+
+
+complete(__name__)  # no-op unless this module was imported before the library that it registers in

@@ -28,6 +28,7 @@ from dq.pipelines.hf_config import (
     prepare,
     read_headers,
 )
+from dq.pipelines.hook import complete
 from dq.pipelines.model_card import push_with_card
 from dq.pipelines.on_load import OnLoad, element_bytes, own_memory, refuse_disk, refuse_second
 from dq.pipelines.origin import note_origin
@@ -158,6 +159,9 @@ class DQTransformersQuantizer(HfQuantizer):
         return dequantize_model(model)
 
     def is_serializable(self):
+        followed = self.quantization_config.followed
+        if not getattr(followed, "_hf_peft_config_loaded", False):  # else `save_pretrained` saves the adapters alone
+            self.quantization_config.refuse_adapters()
         return True
 
     @property
@@ -230,3 +234,6 @@ def register(auto: Any) -> None:
     refuse_second(auto.AutoHfQuantizer)
     auto.AUTO_QUANTIZER_MAPPING["dq"] = DQTransformersQuantizer
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING["dq"] = DQTransformersConfig
+
+
+complete(__name__)  # no-op unless this module was imported before the library that it registers in

@@ -50,8 +50,23 @@ class _Finder(importlib.abc.MetaPathFinder):
         return None
 
 
+_waiting: set[str] = set()
+
+
 def _register(name: str) -> None:
-    importlib.import_module(_PLUGINS[name]).register(sys.modules[name])
+    plugin = importlib.import_module(_PLUGINS[name])
+    # A plug-in that was imported first is itself importing the library now: it calls `complete` at its end.
+    if not hasattr(plugin, "register"):
+        _waiting.add(name)
+        return
+    _waiting.discard(name)
+    plugin.register(sys.modules[name])
+
+
+def complete(plugin: str) -> None:
+    """Registers the plug-in module of this name if its library arrived while it was being imported itself."""
+    for name in [n for n in _waiting if _PLUGINS[n] == plugin]:
+        _register(name)
 
 
 def install() -> None:

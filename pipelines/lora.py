@@ -82,13 +82,26 @@ def _active(obj: Any) -> dict[str, float]:
 
 def _state(source: Any, kwargs: dict[str, Any]) -> dict[str, Tensor]:
     if isinstance(source, dict):
-        return source
+        return _checked(source)
     from safetensors.torch import load_file
 
     path = Path(typed(source, (str, Path), "a LoRA is a path or a state dict"))
     path = path / kwargs.pop("weight_name", "pytorch_lora_weights.safetensors") if path.is_dir() else path
     with checks.one_line(f"{path} cannot be read"):
-        return load_file(path)
+        return _checked(load_file(path))
+
+
+def _checked(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict, if every factor is there with its other half and all values are finite."""
+    for key, tensor in state.items():
+        halves = [(a, b) for pair in _SIDES for a, b in (pair, pair[::-1]) if f".{a}." in key]
+        for a, b in halves:
+            other = key.replace(f".{a}.", f".{b}.")
+            if other not in state:
+                raise DQError(f"the LoRA holds {key} and lacks {other}: the file is incomplete")
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+            raise DQError(f"the LoRA holds NaN or Inf in {key}")
+    return state
 
 
 def _pairs(state: dict[str, Tensor]) -> tuple[dict[str, tuple[Tensor, Tensor, float]], list[str]]:

@@ -168,3 +168,12 @@ def test_a_bias_is_fused_and_taken_out_again(tiny):
     assert same(bits(layer.base_layer), before)
     with pytest.raises(dq.DQError, match="adds to the bias of a layer that has none"):
         net[1][0].merge()
+
+
+def test_a_model_under_adapters_is_not_saved_as_a_whole(tiny, tmp_path):
+    model = make(tiny, "w4a16")
+    wrapped = peft.get_peft_model(model, config())
+    with pytest.raises(dq.DQError, match="adapters are attached"):
+        model.save_pretrained(tmp_path / "whole")
+    wrapped.save_pretrained(tmp_path / "alone")
+    assert (tmp_path / "alone" / "adapter_model.safetensors").is_file()

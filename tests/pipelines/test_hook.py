@@ -50,6 +50,14 @@ import importlib, transformers.quantizers.auto as t
 assert t.__spec__.name == t.__name__ and t.__file__.endswith("auto.py")
 importlib.reload(t)
 """ + ONE_FINDER + REGISTERED,
+    "a config before either library": """
+from dq import DQConfig
+assert DQConfig("int8").name == "int8"
+""" + REGISTERED + LOADS.strip() + """
+import dq.pipelines.hf_transformers as plugin
+from transformers.quantizers import auto
+assert auto.AUTO_QUANTIZER_MAPPING["dq"] is plugin.DQTransformersQuantizer
+""",
     "light": """
 import sys, dq
 assert not {"diffusers", "transformers"} & set(sys.modules)

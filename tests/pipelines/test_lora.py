@@ -305,3 +305,15 @@ def test_a_copy_has_its_own_adapters(tiny, flux, tmp_path):
     pipe.transformer.save_pretrained(tmp_path / "plain")
     loaded = type(pipe.transformer).from_pretrained(tmp_path / "plain")
     assert same_bits(bits(loaded), bits(pipe.transformer)) and torch.equal(tiny.denoise(pipe), plain)
+
+
+def test_a_damaged_file_leaves_the_pipeline_alone(tiny, flux):
+    pipe, plain, loras = flux("int8")
+    whole = loras[0]
+    key = next(k for k in whole if "lora_A" in k)
+    with pytest.raises(dq.DQError, match=r"lacks .*lora_A.*incomplete"):
+        dq.load_lora(pipe, {k: v for k, v in whole.items() if k != key})
+    with pytest.raises(dq.DQError, match=r"NaN or Inf in .*lora_A"):
+        dq.load_lora(pipe, whole | {key: whole[key] * float("nan")})
+    assert not pipe.get_list_adapters()
+    assert torch.equal(tiny.denoise(pipe), plain)
