@@ -128,7 +128,7 @@ def test_F31_quantized_is_not_the_original(quantized_flux, preset):
     q = quantized_flux(preset)
     assert not torch.equal(q.output, q.reference)
     assert (q.output - q.reference).norm() < 0.5 * q.reference.norm()
-    assert len(quantized_linears(q.model)) == len(q.report.layers) == 40
+    assert len(quantized_linears(q.model)) == len(q.report.layers) == (40 if dq.Recipe.load(preset).modulation else 34)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -291,7 +291,7 @@ def mixed_recipe(tiny, model):
 
 def test_F68_compiles_without_a_graph_break(tiny):
     """Seen elsewhere: torch.compile broke on tensor subclasses."""
-    model, inputs = tiny.flux(num_layers=1, num_single_layers=1), tiny.flux_inputs()
+    model, inputs = tiny.flux(num_layers=1, num_single_layers=2), tiny.flux_inputs()
     dq.quantize(model, mixed_recipe(tiny, model), calibration=[inputs], progress=False)
     with torch.no_grad():
         eager = model(**inputs)[0]
