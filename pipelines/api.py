@@ -98,6 +98,8 @@ def plan(obj: Any, recipe: Any, *, components: Any = None, skip: Sequence[str] =
     models, recipes = _chosen(obj, recipe, components)
     with opened(models.values()):
         plans = _plans(models, recipes, skip)
+        for name, model in models.items():
+            check_rewrites(model, plans[name], values=False)
     return next(iter(plans.values())) if len(plans) == 1 else plans
 
 

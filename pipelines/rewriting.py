@@ -11,15 +11,19 @@ from torch import nn
 from dq.planning import Plan
 from dq.records import Record
 from dq.registry import DQError
-from dq.rewrites import decoder_structure, parameters, rewrite
+from dq.rewrites import parameters, rewrite
+from dq.rewrites.decoder import decoder_structure
 from dq.rewrites.norm_fusion import norm_scale
 
 RESIDUAL = {"r1", "spinquant"}  # rotate the residual stream
 REWRITTEN = "its 16-bit weights were rewritten by a try that failed; load it anew, also to continue a resume folder"
 
 
-def check_rewrites(model: nn.Module, plan: Plan) -> None:
+def check_rewrites(model: nn.Module, plan: Plan, values: bool = True) -> None:
     """Whatever a rewrite would refuse half way.
+
+    Args:
+        values: whether weights are there to be looked at; without, names alone are judged (a plan).
 
     Raises:
         DQError: an earlier try that failed has begun to rewrite it; no decoder of a known layout; weights that hold no
@@ -35,16 +39,21 @@ def check_rewrites(model: nn.Module, plan: Plan) -> None:
     what = f"recipe {plan.recipe.name!r} does not fit {type(model).__name__}: "
     structure = decoder_structure(model, plain=False)
     modules = (*structure.embeddings, *structure.readers, *structure.writers, *(n.name for n in structure.norms))
-    parameters(model, modules)
+    if values:
+        parameters(model, modules)
     if structure.fixed and names & RESIDUAL:
         raise DQError(f"{what}{structure.fixed}: no rotation of the stream passes it (r2 and norm_fusion do)")
     for site in structure.norms:
-        if norm_scale(model.get_submodule(site.name), site.name)[0] == "layer":
+        if _is_layer_norm(model.get_submodule(site.name), site.name, values):
             raise DQError(
                 f"{what}{site.name} is a LayerNorm, which would become an RMSNorm: the checkpoint would not load again"
             )
         if not site.consumers and names & RESIDUAL:
             raise DQError(f"{what}nothing reads {site.name}: without its output projection it cannot be rotated")
+
+
+def _is_layer_norm(norm: nn.Module, name: str, values: bool) -> bool:
+    return norm_scale(norm, name)[0] == "layer" if values else isinstance(norm, nn.LayerNorm)
 
 
 def apply_rewrites(model: nn.Module, plan: Plan, records: Sequence[Record], progress: Any = None) -> None:

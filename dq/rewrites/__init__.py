@@ -48,6 +48,7 @@ class Structure:
         attentions: one per block.
         head: the output projection, one of the final norm's consumers, or "".
         fixed: why no rotation may pass the stream, "" if it may.
+        routers: consumers that no recipe quantizes: what chooses and weighs the experts of a mixture.
     """
 
     width: int
@@ -57,6 +58,7 @@ class Structure:
     attentions: tuple[Attention, ...] = ()
     head: str = ""
     fixed: str = ""
+    routers: tuple[str, ...] = ()
 
     @property
     def readers(self) -> tuple[str, ...]:
@@ -83,90 +85,6 @@ class Rewrite:
 
 
 REWRITES: Registry[Rewrite] = Registry("rewrite", "dq.rewrites")
-
-_QKV, _UP = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",)), (("gate_proj", "up_proj"), ("gate_up_proj",))
-_HEAD_NORMS = ("q_norm", "k_norm")
-# Norms of a layer before attention and MLP; and beside these, after both (Gemma 2 and 3), on what is added.
-_NORMS = ("input_layernorm", "post_attention_layernorm")
-_SANDWICH = ("input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
-
-
-def decoder_structure(model: nn.Module, plain: bool = True) -> Structure:
-    """The structure of a transformers decoder with the module names of Llama, Mistral, Qwen2, Qwen3 and Gemma.
-
-    Args:
-        plain: refuse what only some rewrites can take: q, k, v or gate, up in one linear (Phi-3), and norms on the
-            output of attention and MLP (Gemma 2 and 3), which fix the channels of the stream.
-
-    Raises:
-        DQError: no such model, or one with further norms, experts or projections, whose function a rewrite for these
-            would change.
-    """
-    path = next((n for n, m in model.named_modules() if _is_layers(n, m)), None)
-    if path is None:
-        raise DQError(f"{type(model).__name__} has no decoder layers with self_attn and mlp: give a Structure instead")
-    prefix, norms, writers, attentions, fixed = path.removesuffix("layers"), [], [], [], ""
-    for i, layer in enumerate(model.get_submodule(path)):
-        at = f"{path}.{i}."
-        qkv, up, around = _check_layer(layer, at, plain)
-        norms += [Norm(at + around[0], tuple(qkv)), Norm(at + around[1], tuple(up))]
-        o, down = f"{at}self_attn.o_proj", f"{at}mlp.down_proj"
-        writers += [o, down]
-        attentions.append(_attention(layer.self_attn, qkv[-1], o))
-        if len(around) > 2:
-            fixed = f"{at}{around[2]} scales what attention adds to the stream, channel by channel"
-    head = next((n for n in ("lm_head", prefix + "lm_head") if _has(model, n)), "")
-    norms.append(Norm(prefix + "norm", (head,) if head else ()))
-    embedding = prefix + "embed_tokens"
-    for name in (embedding, prefix + "norm"):
-        if not _has(model, name):
-            raise DQError(f"{type(model).__name__} has no {name}: give a Structure instead")
-    width = model.get_submodule(embedding).weight.shape[1]
-    return Structure(width, (embedding,), tuple(norms), tuple(writers), tuple(attentions), head, fixed)
-
-
-def _is_layers(name: str, module: nn.Module) -> bool:
-    named = name.split(".")[-1] == "layers" and isinstance(module, nn.ModuleList) and len(module)
-    return bool(named) and all(hasattr(m, "self_attn") and hasattr(m, "mlp") for m in module)
-
-
-def _has(model: nn.Module, name: str) -> bool:
-    return any(n == name for n, _ in model.named_modules())
-
-
-def _check_layer(layer: nn.Module, at: str, plain: bool) -> tuple[list[str], list[str], tuple[str, ...]]:
-    """Names of what makes q, k, v and gate, up, and of the norms. Only known children may hold parameters: a further
-    norm, experts or a gate change the algebra."""
-    linears = []
-    for part, ways, last in (("self_attn", _QKV, "o_proj"), ("mlp", _UP, "down_proj")):
-        module = getattr(layer, part)
-        way = next((w for w in ways[: 1 if plain else 2] if hasattr(module, w[0])), ways[0])
-        for name in (*way, last):
-            if not isinstance(getattr(module, name, None), nn.Linear):
-                raise DQError(f"{at}{part}.{name} is no linear: give a Structure instead")
-        _only(module, {*way, last, *(_HEAD_NORMS if part == "self_attn" else ())}, f"{at}{part}.")
-        linears.append([f"{at}{part}.{name}" for name in way])
-    norms = _SANDWICH if not plain and all(hasattr(layer, n) for n in _SANDWICH) else _NORMS
-    _only(layer, {"self_attn", "mlp", *norms}, at)
-    missing = [n for n in norms if not hasattr(layer, n)]
-    if missing:
-        raise DQError(f"{at.removesuffix('.')} has no {missing[0]}: give a Structure instead")
-    return *linears, norms
-
-
-def _only(module: nn.Module, known: set[str], at: str) -> None:
-    strange = {n for n, m in module.named_children() if any(True for _ in m.parameters())} - known
-    if strange:
-        raise DQError(f"{at}{min(strange)} is unknown to the rewrites of decoders: give a Structure instead")
-
-
-def _attention(module: nn.Module, value: str, output: str) -> Attention:
-    dim, full = getattr(module, "head_dim", None), module.o_proj.in_features
-    fused = hasattr(module, "qkv_proj")
-    kv = (module.qkv_proj.out_features - full) // 2 if fused else module.v_proj.out_features
-    if not isinstance(dim, int) or kv % dim or full % dim or not kv or (full // dim) % (kv // dim):
-        raise DQError(f"{value}: {kv} values and {full} inputs of {output} are no whole heads of {dim}")
-    return Attention(value, output, full // dim, kv // dim, dim, full + kv if fused else 0)
 
 
 def parameters(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
@@ -212,7 +130,11 @@ def rewrite(
     """
     pairs = [(n, {}) if isinstance(n, str) else (n[0], dict(n[1])) for n in names]
     check_rewrites(pairs)
-    structure, done = structure or decoder_structure(model, plain=False), []
+    if structure is None:
+        from dq.rewrites.decoder import decoder_structure
+
+        structure = decoder_structure(model, plain=False)
+    done = []
     for name, _ in pairs:
         if REWRITES.get(name).needs_batches and not len(batches):
             raise DQError(f"rewrite {name!r} learns from text: pass calibration")

@@ -80,7 +80,8 @@ class Trainer:
         eyes = [(structure.width, seed), *((a.head_dim, seed + 1 + i) for i, a in enumerate(structure.attentions))]
         starts = [random_rotation(n, s)(torch.eye(n, dtype=torch.float64)).to(device) for n, s in eyes]
         self.rotations = nn.ModuleList(Rotation(s) for s in starts)
-        self.linears = [n for n in (*structure.readers, *structure.writers) if n != structure.head]
+        stays = {structure.head, *structure.routers}
+        self.linears = [n for n in (*structure.readers, *structure.writers) if n not in stays]
         outputs = {a.output for a in structure.attentions}
         self.sizes = {n: full_size(model.get_submodule(n).in_features) for n in structure.writers if n not in outputs}
         self.sizes = {n: size for n, size in self.sizes.items() if size} if online else {}

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dq.rewrites import decoder_structure, rewrite
+from dq.rewrites import rewrite
+from dq.rewrites.decoder import decoder_structure
 from dq.rewrites.norm_fusion import update
 from dq.rewrites.quarot import Turn, fuse, moves
 

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 import dq
+from dq.pipelines.experts import opened
 from dq.records import digest
+from dq.rewrites import rewrite
 
 QUAROT = ("w4a4-int4-quarot", "w4a4-int4-quarot-gptq")
 
@@ -50,6 +52,53 @@ def test_quantized_saved_and_loaded(llm, tiny, text, kind, preset, tied, tmp_pat
     assert again.lm_head.weight is not again.model.embed_tokens.weight
     assert torch.equal(again(text.ids).logits, model(text.ids).logits)
     assert again.generate(text.ids[:1, :8], max_new_tokens=4, do_sample=False).shape == (1, 12)
+
+
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+MIXTURES = {
+    "Qwen3Moe": EXPERTS,
+    "Qwen2Moe": EXPERTS | dict(shared_expert_intermediate_size=32),
+    "Mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "GptOss": dict(num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 2,
+                   rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+@torch.no_grad()
+def test_a_mixture_keeps_its_function(llm, text, kind):
+    """Through the views that opened experts are: the stack that transformers runs afterwards is rewritten."""
+    model = llm.decoder(kind, **MIXTURES[kind])
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            p.normal_(0, 0.3)
+    expected = model(text.ids).logits
+    with opened([model]):
+        before = {n: p.clone() for n, p in model.named_parameters()}
+        rewrite(model, ["norm_fusion", "r1", "r2"])
+        same = {n for n, p in model.named_parameters() if torch.equal(p, before[n])}
+    assert all(n.endswith(("_proj.bias", "router.bias", "sinks", "_norm.weight")) for n in same), same
+    assert not [n for n in same if "experts" in n and "down_proj" in n]
+    assert float((model(text.ids).logits - expected).norm() / expected.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("preset", [QUAROT[0], "w4a4-int4-spinquant"])
+def test_mixtures_quantized_saved_and_loaded(llm, tiny, text, kind, preset, tmp_path):
+    made = lambda: spread(llm.decoder(kind, **MIXTURES[kind]))  # noqa: E731
+    model, naive, recipe = made(), made(), tiny.recipe(preset)
+    with torch.no_grad():
+        clean = model(text.ids).logits
+    dq.plan(model, recipe)
+    if recipe.needs_calibration:
+        steps = tuple((n, (("steps", 2), ("online", True))) if n == "spinquant" else (n, p) for n, p in recipe.rewrites)
+        recipe = recipe.with_(rewrites=steps)
+    dq.quantize(model, recipe, calibration=text if recipe.needs_calibration else None, progress=False)
+    dq.quantize(naive, tiny.recipe("w4a4-int4"), progress=False)
+    assert error(model, clean, text.ids) < 0.9 * error(naive, clean, text.ids)
+    assert [n for n, _ in getattr(model.model.layers[0].mlp.experts, "0").down_proj.config.steps] == ["rotate"]
+    model.save_pretrained(tmp_path)
+    assert torch.equal(type(model).from_pretrained(tmp_path)(text.ids).logits, model(text.ids).logits)
 
 
 def unchanged(model, call, match):
@@ -98,10 +147,16 @@ def test_a_model_that_a_failed_try_has_rewritten_is_refused(llm, tiny):
 
 
 @pytest.mark.parametrize(
-    ("kind", "match"), [("Gemma2", "no rotation of the stream passes it"), ("Olmo2", "unknown to")]
+    ("kind", "match"),
+    [
+        ("Gemma2", "no rotation of the stream passes it"),
+        ("Olmo2", "unknown to"),
+        ("GraniteMoe", "has no decoder layers"),
+    ],
 )
-def test_other_layouts_are_refused(llm, tiny, kind, match):
+def test_other_layouts_are_refused_by_the_plan_too(llm, tiny, kind, match):
     model = llm.decoder(kind)
+    unchanged(model, lambda: dq.plan(model, tiny.recipe(QUAROT[0])), match)
     unchanged(model, lambda: dq.quantize(model, tiny.recipe(QUAROT[0]), progress=False), match)
 
 

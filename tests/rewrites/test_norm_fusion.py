@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from dq.registry import DQError
-from dq.rewrites import Norm, Structure, decoder_structure, rewrite
+from dq.rewrites import Norm, Structure, rewrite
+from dq.rewrites.decoder import decoder_structure
 from dq.rewrites.norm_fusion import norm_scale
 
 EXACT = 1e-8

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from dq.registry import DQError
-from dq.rewrites import REWRITES, decoder_structure, rewrite
+from dq.rewrites import REWRITES, rewrite
+from dq.rewrites.decoder import decoder_structure
 from dq.rewrites.quarot import after_rope, random_rotation, rotate_heads
 
 EXACT = 1e-8

@@ -5,7 +5,8 @@ import torch
 
 from dq.qtensor import fake_quantize
 from dq.registry import DQError
-from dq.rewrites import decoder_structure, rewrite
+from dq.rewrites import rewrite
+from dq.rewrites.decoder import decoder_structure
 from dq.rewrites.spinquant import Rotation, Trainer, check_orthogonal, straight_through, train
 from dq.spec import QuantSpec
 
