@@ -176,6 +176,8 @@ def _add_bench_llm(kinds) -> argparse.ArgumentParser:
     t.add_argument("--dtype", default="fp32", help="bf16, fp16 or fp32 (default fp32)")
     t.add_argument("--min-features", type=int, help="smallest side of a quantized linear (default: the family's)")
     t.add_argument("--workers", type=int, default=1, help="processes that share the rows (default 1)")
+    t.add_argument("--row-limit", type=float, metavar="SECONDS", help="give up rows that take longer, and say so")
+    t.add_argument("--resume", action="store_true", help="take over the rows that the file of --json holds")
     t.add_argument("--markdown", metavar="FILE", help="also write the table as Markdown")
     t.set_defaults(run=commands.bench_llm)
     return t

@@ -115,7 +115,10 @@ def bench_llm(args: argparse.Namespace) -> None:
     def say(row: dict[str, Any]) -> None:
         print(llm.text([row]).splitlines()[1], flush=True)
 
-    found = run(settings, args.recipes, workers=args.workers, say=say, out=args.json)
+    found = run(
+        settings, args.recipes, workers=args.workers, say=say, note=print, out=args.json, resume=args.resume,
+        limit=args.row_limit,
+    )  # fmt: skip
     print("", found["title"], llm.text(found["rows"]), sep="\n")
     if args.markdown:
         table = llm.text(found["rows"], markdown=True)

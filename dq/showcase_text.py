@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 import multiprocessing
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import nn
 
 from dq import checks
 from dq.eval import environment
-from dq.eval.bench import llm, llm_methods, llm_peers
+from dq.eval.bench import llm, llm_methods, llm_peers, llm_rows
 from dq.eval.perplexity import TextScorer, bits
 from dq.linear import layer_info
 from dq.pipelines.api import quantize
@@ -58,6 +58,22 @@ class Settings:
     device: str | None = None
     min_features: int | None = None
     sequential: bool = False
+
+    def keys(self, recipes: Mapping[str, Recipe | None], device: torch.device) -> dict[str, str]:
+        """Of every row and of the 16-bit model: what its scores depend on, as `llm_rows.key`; where files lie, the
+        name of a recipe and the number of processes do not count."""
+        shared = {k: v for k, v in asdict(self).items() if k != "device"}
+        shared |= {k: llm_rows.fingerprint(shared[k]) for k in ("source", "text", "calibration")}
+        where = environment.describe(device)
+        shared["versions"] = {k: where["versions"].get(k) for k in ("dq", "torch", "transformers", "triton")}
+        shared["device"] = where["device"] if device.type == "cuda" else "cpu"  # however many threads
+        out = {REFERENCE: llm_rows.key(shared, REFERENCE)}
+        for name, recipe in recipes.items():
+            what = llm_methods.CACHES.get(name, name)
+            if recipe is not None:
+                what = recipe.to_dict() | {"name": "", "description": ""}
+            out[name] = llm_rows.key(shared, what, llm_peers.PEERS[name][0] if name in llm_peers.PEERS else None)
+        return out
 
     def recipes(self, names: Sequence[str]) -> dict[str, Recipe | None]:
         """Of every row.
@@ -112,12 +128,15 @@ class Table:
         size = 2 * llm_peers.elements(self.model)
         return llm.row(REFERENCE, self.reference, bits=16.0, mb=size / 1e6)
 
-    def row(self, name: str, recipe: Recipe | None) -> dict[str, Any]:
-        """Any other row; of one that cannot run, the reason."""
+    def row(self, name: str, recipe: Recipe | None, limit: float | None = None) -> dict[str, Any]:
+        """Any other row; of one that cannot run or takes longer than `limit` seconds, the reason."""
         try:
-            if recipe is not None:
-                return self._own(name, recipe)
-            return self._cache(name) if name in llm_methods.CACHES else self._peer(name)
+            with llm_rows.limited(limit):
+                if recipe is not None:
+                    return self._own(name, recipe)
+                return self._cache(name) if name in llm_methods.CACHES else self._peer(name)
+        except llm_rows.OverTime:
+            return llm.row(name, {}, failed=f"took more than {limit:g} s (--row-limit)")
         except Exception as error:  # another library may raise anything; the other rows go on
             kind = "" if isinstance(error, DQError) else f"{type(error).__name__}: "
             return llm.row(name, {}, failed=kind + checks.line(error, 100))
@@ -164,8 +183,8 @@ def _begin(settings: Settings) -> None:
     _TABLE = Table(settings)
 
 
-def _row(item: tuple[str, Recipe | None]) -> dict[str, Any]:
-    return _TABLE.row(*item)
+def _row(item: tuple[str, Recipe | None], limit: float | None) -> dict[str, Any]:
+    return _TABLE.row(*item, limit)
 
 
 def bench_llm(
@@ -174,7 +193,10 @@ def bench_llm(
     *,
     workers: int = 1,
     say: Callable[[dict[str, Any]], None] = lambda row: None,
+    note: Callable[[str], None] = lambda line: None,
     out: str | None = None,
+    resume: bool = False,
+    limit: float | None = None,
 ) -> dict[str, Any]:
     """The table as a JSON-clean dict: title, rows, settings, environment.
 
@@ -182,34 +204,61 @@ def bench_llm(
         names: rows, presets or TOML files; None for all rows.
         workers: processes that work on rows beside each other; more than one make every row's seconds longer.
         say: is given every row as soon as it is there.
+        note: is given what else there is to say.
         out: a file that holds all rows so far, written anew after each: an interruption loses only those at work.
+        resume: take over the rows of that file whose key is the same (`Settings.keys`); others are measured.
+        limit: seconds that one row may take; of one that takes longer the table says so.
 
     Raises:
-        DQError: as `Settings.recipes`; a model or text that does not load.
+        DQError: as `Settings.recipes`; a model or text that does not load; resuming without a file or from another.
     """
     recipes = settings.recipes(llm_methods.names() if names is None else names)
-    table = Table(settings)
-    found = {"title": "", "rows": [], "settings": asdict(settings) | table.scorer.settings() | {"workers": workers}}
-    device = next(table.model.parameters()).device
-    found["environment"] = environment.describe(device)
-    found["title"] = f"{settings.title()}: {found['settings']['scored_tokens']} tokens"
-    for row in _rows(table, recipes, workers):
-        found["rows"].append(row)
-        say(row)
-        if out is not None:
-            Path(out).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    order = [REFERENCE, *recipes]
-    found["rows"].sort(key=lambda row: order.index(row["recipe"]))
+    if resume and out is None:
+        raise DQError("--resume continues the file of --json FILE: name it")
+    if limit is not None and not limit > 0:
+        raise DQError("--row-limit is in seconds, above 0")
+    device = checks.device(settings.device)
+    keys = settings.keys(recipes, device)
+    rows, changed = llm_rows.kept(out, keys) if resume else ([], [])
+    if changed:
+        note(f"measured under other settings, so measured anew: {', '.join(changed)}")
+    have = {r["recipe"] for r in rows}
+    if have:
+        note(f"{len(have)} of {len(keys)} rows are there already")
+    todo = {n: recipes[n] for n in llm_rows.first(list(recipes), llm_methods.FIRST) if n not in have}
+    with _begun(settings, todo, workers) as (table, pool):
+        found = {"title": "", "rows": rows, "settings": asdict(settings) | table.scorer.settings()}
+        found["settings"] |= {"workers": workers, "row_limit": limit}
+        found["environment"] = environment.describe(device)
+        found["title"] = f"{settings.title()}: {found['settings']['scored_tokens']} tokens"
+        place = {name: i for i, name in enumerate(dict.fromkeys([*keys, *have]))}
+        for row in _rows(table, pool, todo, limit, base=REFERENCE not in have):
+            rows.append(row | {"key": keys[row["recipe"]]})
+            rows.sort(key=lambda r: place[r["recipe"]])
+            say(row)
+            if out is not None:
+                llm_rows.write(out, found)
     return found
 
 
-def _rows(table: Table, recipes: dict[str, Recipe | None], workers: int) -> Iterator[dict[str, Any]]:
-    """All rows, the 16-bit model first, the others as they are ready."""
-    yield table.base()
-    if workers == 1:
-        yield from (table.row(*item) for item in recipes.items())
+@contextmanager
+def _begun(settings: Settings, todo: Mapping[str, Any], workers: int) -> Iterator[tuple[Table, Any]]:
+    """What all rows need, and processes for them (or None) that load the same beside this one."""
+    if workers == 1 or not todo:
+        yield Table(settings), None
         return
     context = multiprocessing.get_context("spawn")  # CUDA allows no other
-    slowest = list(reversed(recipes.items()))  # first, so that none is left alone at the end
-    with context.Pool(workers, _begin, (table.settings,)) as pool:
-        yield from pool.imap_unordered(_row, slowest, chunksize=1)
+    with context.Pool(min(workers, len(todo)), _begin, (settings,)) as pool:
+        yield Table(settings), pool
+
+
+def _rows(
+    table: Table, pool: Any, todo: Mapping[str, Recipe | None], limit: float | None, base: bool
+) -> Iterator[dict[str, Any]]:
+    """The 16-bit model's if asked for, then the others as they are ready."""
+    if base:
+        yield table.base()
+    if pool is None:
+        yield from (table.row(*item, limit) for item in todo.items())
+    else:
+        yield from pool.imap_unordered(partial(_row, limit=limit), todo.items(), chunksize=1)

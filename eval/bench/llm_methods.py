@@ -58,6 +58,20 @@ CACHES = {
     "KV4 NVFP4": "nvfp4",
     "KV2 INT2 KIVI": "int2-kivi",
 }
+# Measured before the others: what a run that is stopped should have.
+FIRST = (
+    "W4A4 NVFP4 w4a4-nvfp4-arc-llm",
+    "modelopt W4A4 NVFP4-SVDQuant",
+    "W4A4 NVFP4 ARC as published",
+    "W4A4 NVFP4 dual ARC + SVD",
+    "W4A4 NVFP4 SVDQuant + GPTQ",
+    "W4A4 w4a4-auto",
+    "W4A4 INT4 SpinQuant",
+    "W4A4 INT4 SpinQuant + GPTQ",
+    "modelopt W4A4 NVFP4 AWQ-lite",
+    "modelopt W4A16 INT4 AWQ",
+    "W4A16 AWQ",
+)
 
 
 def names() -> list[str]:
