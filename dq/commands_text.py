@@ -131,9 +131,11 @@ def bench_generation(args: argparse.Namespace) -> None:
     from dq.showcase_speed import RECIPES
     from dq.showcase_speed import bench_generation as run
 
+    def say(row: dict[str, Any]) -> None:
+        print(row["engine"], row.get("failed") or f"{row['decode']:.1f} tokens/s", flush=True)
+
     found = run(
         args.shape, args.recipes or RECIPES, prompt=args.prompt, tokens=args.tokens, batch=args.batch,
-        device=args.device, say=lambda row: print(row["engine"], f"{row['decode']:.1f} tokens/s", flush=True),
-        out=args.json,
+        device=args.device, say=say, out=args.json,
     )  # fmt: skip
     print(f"{args.shape}, prompt {args.prompt}, batch {args.batch}", generation.text(found["rows"]), sep="\n")

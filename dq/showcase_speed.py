@@ -62,12 +62,22 @@ def bench_generation(
     found = {"shape": source, **shared, "rows": [], "environment": describe(target)}
     on = target.type == "cuda" if compiled is None else compiled
     for name in (BASE, *named):
-        row = _row(name, random_decoder(config, target), on, **shared)
+        row = _measured(name, config, target, on, shared)
         found["rows"].append(row)
         say(row)
         if out is not None:
             Path(out).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return found
+
+
+def _measured(name: str, config: dict[str, Any], device: torch.device, on: bool, shared: dict[str, int]) -> Any:
+    """The row; of a recipe that cannot run, the reason: the others go on. Without the 16-bit row there is no table."""
+    try:
+        return _row(name, random_decoder(config, device), on, **shared)
+    except Exception as error:  # a compiler may raise anything
+        if name == BASE:
+            raise
+        return {"engine": name, "failed": f"{type(error).__name__}: {checks.line(error, 200)}"}
 
 
 def _row(name: str, model: nn.Module, compiled: bool, prompt: int, tokens: int, batch: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from dq.recipe import Recipe
 from dq.registry import DQError
 
 REFERENCE = "16-bit"
+BATCH = 8  # windows in one call on a GPU, which one window of a small model leaves idle
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,11 @@ class Table:
             self.text = Text.from_file(
                 settings.calibration, tokenizer, samples=settings.samples, length=settings.length, seed=settings.seed
             )
+        batch = BATCH if next(self.model.parameters()).is_cuda else 1
         self.scorer = TextScorer(
-            self.model, words, tokenizer, length=settings.length, stride=settings.stride, limit=settings.windows
-        )
+            self.model, words, tokenizer, length=settings.length, stride=settings.stride, limit=settings.windows,
+            batch=batch,
+        )  # fmt: skip
         self.reference = self.scorer.reference_scores()
 
     def fresh(self) -> nn.Module:
@@ -158,7 +161,7 @@ class Table:
         make = partial(KVCache, llm_methods.CACHES[name], self.model.config, exact=False)
         model = llm.Cached(self.model, make, cache_argument(self.model))
         scores = self.scorer.score(model, name)
-        bits_, size = llm.cache_cost(model.last)
+        bits_, size = llm.cache_cost(model.last, model.sequences)
         return llm.row(name, scores, bits=bits_, mb=size / 1e6)
 
     def _peer(self, name: str) -> dict[str, Any]:

@@ -130,7 +130,12 @@ def evaluate_text(
 
 
 class TextScorer:
-    """Scores models one by one on the same windows of a text, beside one reference; see `evaluate_text`."""
+    """Scores models one by one on the same windows of a text, beside one reference; see `evaluate_text`.
+
+    Args:
+        batch: windows in one call of a model: a GPU is then kept busy by small models. Scores do not depend on it
+            where models treat the sequences of a batch apart; a grid with one scale for a whole activation does not.
+    """
 
     def __init__(
         self,
@@ -141,8 +146,10 @@ class TextScorer:
         length: int = 2048,
         stride: int | None = None,
         limit: int | None = None,
+        batch: int = 1,
     ):
         self._protocol = _Protocol.of(text, tokenizer, length, stride, limit)
+        self._protocol.batch = checks.whole(batch, "batch")
         self._base = _Reference(reference)
 
     @property
@@ -196,7 +203,7 @@ class _Reference:
     def logits(self, index: int, ids: Tensor) -> Tensor | None:
         if self.model is None:
             return None
-        return self._kept[index] if index in self._kept else _logits(self.model, ids, "reference", index)
+        return self._kept[index] if index in self._kept else _logits(self.model, ids[None], "reference", index)[0]
 
 
 @dataclass
@@ -207,6 +214,7 @@ class _Protocol:
     length: int
     stride: int
     start: int | None
+    batch: int = 1
 
     @classmethod
     def of(cls, text: Any, tokenizer: Any, length: int, stride: int | None, limit: int | None) -> _Protocol:
@@ -245,12 +253,13 @@ class _Protocol:
         """All scores of one model."""
         check_vocabulary(self.windows, model)
         sums = []
-        for i, ids in enumerate(self.windows):
-            logits = _logits(model, ids, name, i)
-            if keep is not None:
-                keep(i, logits)
-            sums.append(_window(logits, base.logits(i, ids), ids, self.first(i)))
-            tick(1)
+        for begin in range(0, len(self.windows), self.batch):
+            some = self.windows[begin : begin + self.batch]
+            for i, (ids, logits) in enumerate(zip(some, _logits(model, some, name, begin), strict=True), begin):
+                if keep is not None:
+                    keep(i, logits)
+                sums.append(_window(logits, base.logits(i, ids), ids, self.first(i)))
+                tick(1)
         found = {key: _mean([s[key] for s in sums], [int(s["tokens"]) for s in sums]) for key in sums[0]}
         nll = found.pop("nll")
         ppl = math.exp(min(nll.value, 700.0))
@@ -259,12 +268,13 @@ class _Protocol:
         return {f"{k}[{self.name}]": v for k, v in out.items()}
 
 
-def _logits(model: nn.Module, ids: Tensor, name: str, index: int) -> Tensor:
-    """[L, V] of one window, in the model's dtype."""
+def _logits(model: nn.Module, ids: Tensor, name: str, first: int) -> Tensor:
+    """[B, L, V] of windows [B, L], of which `first` is the number of the first one, in the model's dtype."""
     device = next(iter(model.parameters())).device
-    found = model(input_ids=ids[None].to(device), use_cache=False).logits[0]
-    if not torch.isfinite(found).all():
-        raise DQError(f"{name} gave NaN or Inf in window {index}; check the 16-bit model (a float16 overflow?)")
+    found = model(input_ids=ids.to(device), use_cache=False).logits
+    for index, one in enumerate(found, first):
+        if not torch.isfinite(one).all():
+            raise DQError(f"{name} gave NaN or Inf in window {index}; check the 16-bit model (a float16 overflow?)")
     return found
 
 

@@ -89,9 +89,13 @@ def text(rows: Iterable[dict[str, Any]]) -> str:
     first = rows[0]
     lines = [["engine", "GB", "quantize s", "prefill tokens/s", "ratio", "decode tokens/s", "ratio", "kernels"]]
     for r in rows:
+        if r.get("failed"):
+            lines.append([f"{r['engine']}: {r['failed']}", *[""] * 7])
+            continue
         ratios = [f"{r[k] / first[k]:.2f}x" for k in ("prefill", "decode")]
         seconds = "-" if r["seconds"] is None else f"{r['seconds']:.1f}"
         lines.append([r["engine"], f"{r['gb']:.2f}", seconds, f"{r['prefill']:.0f}", ratios[0], f"{r['decode']:.1f}",
                       ratios[1], r["kernels"]])  # fmt: skip
-    wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    whole = [line for line in lines if line[1]]
+    wide = [max(map(len, column)) for column in zip(*whole, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, wide)).rstrip() for line in lines)

@@ -59,26 +59,27 @@ class Cached(nn.Module):
     Attributes:
         caches: a function that makes an empty cache.
         last: the cache of the newest call.
+        sequences: in that call.
     """
 
     def __init__(self, model: nn.Module, caches: Callable[[], Any], keyword: str):
         super().__init__()
-        self.model, self.caches, self.keyword, self.last = model, caches, keyword, None
+        self.model, self.caches, self.keyword, self.last, self.sequences = model, caches, keyword, None, 0
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.get_input_embeddings()
 
     def forward(self, input_ids: Tensor, use_cache: bool = True) -> Any:
-        self.last = self.caches()
+        self.last, self.sequences = self.caches(), len(input_ids)
         return self.model(input_ids=input_ids, use_cache=True, **{self.keyword: self.last})
 
 
-def cache_cost(cache: Any) -> tuple[float, int]:
-    """(bits per value, bytes) of a `KVCache`; what its window holds in full counts as 16 bits."""
+def cache_cost(cache: Any, sequences: int = 1) -> tuple[float, float]:
+    """(bits per value, bytes of one sequence) of a `KVCache`; what its window holds in full counts as 16 bits."""
     sides = [side for layer in cache.layers for side in layer.sides]
     recent = [s.recent for s in sides if s.recent is not None]
     size = cache.nbytes - sum(t.numel() * (t.element_size() - 2) for t in recent)
-    return 8 * size / max(1, sum(layer.values_held() for layer in cache.layers)), size
+    return 8 * size / max(1, sum(layer.values_held() for layer in cache.layers)), size / sequences
 
 
 def row(name: str, scores: Mapping[str, Any], **costs: Any) -> dict[str, Any]:

@@ -109,11 +109,13 @@ def _extras(module: nn.Module) -> int:
     return total + (4 * amax.numel() if getattr(weight, "num_bits", None) == 8 and isinstance(amax, Tensor) else 0)
 
 
-def torchao(make: Callable[[Any], Any]) -> Callable[..., float]:
-    """A row of torchao; `make` gets its module `quantization`."""
+def torchao(make: Callable[[Any], Any], dtype: torch.dtype | None = None) -> Callable[..., float]:
+    """A row of torchao; `make` gets its module `quantization`. With `dtype` the whole model runs in it, as kernels that
+    give nothing else demand."""
 
     def run(model: nn.Module, batches: Sequence[Tensor]) -> float:
         ao = _library("torchao.quantization")
+        model.to(dtype)
         ao.quantize_(model, make(ao), filter_fn=lambda m, n: isinstance(m, nn.Linear) and HEAD not in n)
         return float(sum(stored(m) for _, m in block_linears(model)))
 
@@ -169,7 +171,7 @@ PEERS: dict[str, tuple[str, Callable[..., float]]] = {
     "torchao W8A8 INT8": ("torchao", torchao(lambda ao: ao.Int8DynamicActivationInt8WeightConfig())),
     "torchao W8A8 FP8 per row": (
         "torchao",
-        torchao(lambda ao: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())),
+        torchao(lambda ao: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()), torch.bfloat16),
     ),
     "torchao W4A16 INT4 g64": (
         "torchao",

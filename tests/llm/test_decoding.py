@@ -62,3 +62,23 @@ def test_command(llm, tmp_path, capsys):
     assert [r["engine"] for r in rows] == ["bf16", "fp8"] and rows[1]["gb"] < rows[0]["gb"]
     assert "1.00x" in said and "torch-reference" in said
     assert main([*argv, "--recipes", "w4a16-gptq"]) == 2 and "needs calibration" in capsys.readouterr().err
+
+
+def test_a_recipe_that_fails_leaves_the_others(llm, tmp_path, monkeypatch):
+    from dq import showcase_speed
+
+    config = llm.decoder().config
+    config.save_pretrained(tmp_path)
+    own = showcase_speed._row
+
+    def row(name, model, *rest, **sizes):
+        if name == "int8":
+            raise RuntimeError("no kernel for it")
+        return own(name, model, *rest, **sizes)
+
+    monkeypatch.setattr(showcase_speed, "_row", row)
+    sizes = dict(prompt=8, tokens=2, device="cpu")
+    rows = showcase_speed.bench_generation(str(tmp_path), ["bf16", "int8", "fp8"], **sizes)["rows"]
+    assert [r["engine"] for r in rows] == ["bf16", "int8", "fp8"] and rows[1]["failed"].endswith("no kernel for it")
+    said = generation.text(rows).splitlines()
+    assert said[2].startswith("int8: RuntimeError") and len(said[1].split()) == len(said[3].split())

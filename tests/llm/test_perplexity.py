@@ -167,3 +167,54 @@ def test_stored_bits(llm, tiny):
     dq.quantize(model, tiny.recipe("int8"), progress=False)
     n = [(x.out_features, x.in_features) for x in model.modules() if isinstance(x, dq.QuantizedLinear)]
     assert bits(model) == pytest.approx(sum(8 * a * b + 32 * a for a, b in n) / sum(a * b for a, b in n))
+
+
+@torch.no_grad()
+def test_windows_in_batches_score_the_same(llm, pair):
+    """Also where the last batch is not full; and NaN names its window."""
+    from dq.eval.perplexity import TextScorer
+    from dq.registry import DQError
+
+    reference, other = pair
+    one, three = (TextScorer(reference, llm.text, llm.tokenizer(), length=32, limit=7, batch=b) for b in (1, 3))
+    a, b = one.reference_scores(), three.reference_scores()
+    assert a["ppl[32]"].value == pytest.approx(b["ppl[32]"].value, rel=1e-5)
+    a, b = one.score(other), three.score(other)
+    for key, score in a.items():
+        assert b[key].tokens == score.tokens == 7 * 31
+        assert b[key].value == pytest.approx(score.value, rel=1e-4, abs=1e-6)
+        assert b[key].se == pytest.approx(score.se, rel=1e-3, abs=1e-6)
+    seen = []
+
+    class Broken(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = other
+
+        def get_input_embeddings(self):
+            return other.get_input_embeddings()
+
+        def forward(self, input_ids, use_cache):
+            seen.append(len(input_ids))
+            out = self.model(input_ids=input_ids)
+            if len(seen) == 2:
+                out.logits[1, 3, 5] = float("nan")
+            return out
+
+    with pytest.raises(DQError, match="window 4"):
+        three.score(Broken())
+    assert seen == [3, 3]
+
+
+def test_a_cache_counts_one_sequence(llm):
+    """Bytes of a batch of equal windows are those of one, times its size."""
+    from dq.pipelines.kv_cache import KVCache, cache_argument
+
+    model = llm.decoder()
+    make = lambda: KVCache("int8", model.config, exact=False)  # noqa: E731
+    costs = []
+    for size in (1, 3):
+        cached = bench.Cached(model, make, cache_argument(model))
+        cached(torch.arange(3, 19)[None].repeat(size, 1))
+        costs.append(bench.cache_cost(cached.last, cached.sequences))
+    assert costs[0] == costs[1]
