@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dq.conv import rows, size
 from dq.planning import PlanRow
-from dq.records import Record
+from dq.records import Record, running
 from dq.stats import Stat
 from dq.steps import stratum
 
@@ -52,7 +52,8 @@ class Collector:
                 mark = stratum(record) if self.by_step else record.stratum(BINS)
                 current |= {"stratum": mark, "held_out": self._held_out(i), "weight": record.weight}
                 seen.clear()
-                forward(i)
+                with running(i, self.model):
+                    forward(i)
                 tick(1)
         finally:
             for h in handles:

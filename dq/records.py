@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dq.checks import line
 from dq.registry import DQError
 
 BRANCHES = ("single", "cond", "uncond")
@@ -82,6 +84,22 @@ def relative_error(values: list[Tensor], reference: list[Tensor]) -> float:
 def to_cpu(tree: Any) -> Any:
     """Detached copies on the CPU (copies, so that later in-place edits by a pipeline do not reach the record)."""
     return map_tensors(tree, lambda t: t.detach().to("cpu", copy=True))
+
+
+@contextmanager
+def running(index: int, model: nn.Module) -> Iterator[None]:
+    """Inside, record `index` runs through the model: what its code raises comes out as a DQError with that number.
+
+    Raises:
+        DQError: as said; those raised inside, and running out of memory, pass as they are.
+    """
+    try:
+        yield
+    except (DQError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        what = f"calibration record {index} does not run through {type(model).__name__}"
+        raise DQError(f"{what}, check shapes and dtypes: {line(error)}") from error
 
 
 def digest(tree: Any) -> str:

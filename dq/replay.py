@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dq.records import Record, map_tensors, to_cpu
+from dq.records import Record, map_tensors, running, to_cpu
 
 
 class _Reached(BaseException):
@@ -41,11 +41,12 @@ def call(module: nn.Module, args: tuple, kwargs: dict, device: torch.device) -> 
 
 
 def call_order(model: nn.Module, blocks: list[str], record: Record) -> list[str]:
-    """The blocks in the order in which one forward calls them; [] if one is called twice or not at all."""
+    """The blocks in the order in which one forward of record 0 calls them; [] if one is called twice or never."""
     order: list[str] = []
     handles = [model.get_submodule(b).register_forward_pre_hook(lambda m, a, _b=b: order.append(_b)) for b in blocks]
     try:
-        call(model, record.args, record.kwargs, device_of(model))
+        with running(0, model):
+            call(model, record.args, record.kwargs, device_of(model))
     finally:
         for h in handles:
             h.remove()

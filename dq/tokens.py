@@ -62,10 +62,15 @@ def windows(ids: Tensor, length: int, stride: int | None = None, start: int | No
     return torch.cat([found.new_full((len(found), 1), start), found], 1)
 
 
+def embedding_rows(model: Any) -> int | None:
+    """Ids that the model has an embedding for, or None if it says nothing about it."""
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    return getattr(getattr(embedding, "weight", None), "shape", (None,))[0]
+
+
 def check_vocabulary(ids: Tensor, model: Any) -> None:
     """Raises DQError for ids that the model has no embedding for: the tokenizer belongs to another model."""
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    rows = getattr(getattr(embedding, "weight", None), "shape", (None,))[0]
+    rows = embedding_rows(model)
     if rows is not None and int(ids.max()) >= rows:
         raise DQError(
             f"token {int(ids.max())} is beyond the {rows} of {type(model).__name__}: the tokenizer is another model's"

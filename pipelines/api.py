@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,11 +22,12 @@ from dq.ops import MODES
 from dq.pipelines.adapters import base_model, refuse_adapters, without_adapters
 from dq.pipelines.calibration import DENOISERS, Prompts
 from dq.pipelines.experts import close_experts, open_experts, opened, settle
+from dq.pipelines.given_records import checked_record
 from dq.pipelines.rewriting import REWRITTEN, apply_rewrites, check_rewrites
 from dq.pipelines.text import Text
 from dq.planning import Plan, make_plan
 from dq.recipe import Recipe
-from dq.records import Record, digest, tensors
+from dq.records import Record, digest
 from dq.registry import DQError, suggest, typed
 
 
@@ -227,7 +227,7 @@ def _calibrate(obj: Any, models: dict[str, nn.Module], calibration: Any, bar: An
     if isinstance(calibration, Text):
         found = calibration.collect(model)
         return {next(iter(models)): (found, calibration.describe() | {"records_sha256": digest(found)})}
-    found = [_record(r, i, model) for i, r in enumerate(_iterate(calibration))]
+    found = [checked_record(r, i, model) for i, r in enumerate(_iterate(calibration))]
     if not found:
         raise DQError(
             "calibration is empty: it gave no record; pass dq.Prompts([...]), dq.Text([...]), records, or None"
@@ -242,25 +242,6 @@ def _iterate(calibration: Any) -> Iterable[Any]:
     if isinstance(calibration, (str, bytes)) or not hasattr(calibration, "__iter__"):
         raise DQError(f"calibration must be dq.Prompts, dq.Text or records, got {type(calibration).__name__}")
     return calibration
-
-
-def _record(item: Any, index: int, model: nn.Module) -> Record:
-    """One record, with arguments that the model's forward takes.
-
-    Raises:
-        DQError: it is none, holds no tensor, or the model does not take it.
-    """
-    if isinstance(item, dict):
-        item = Record((), dict(item))
-    if not isinstance(item, Record):
-        raise DQError(f"a calibration record is a dq.Record or a dict of keyword arguments, got {type(item).__name__}")
-    if not tensors((item.args, item.kwargs)):
-        raise DQError(f"calibration record {index} holds no tensor; give what {type(model).__name__} is called with")
-    try:
-        inspect.signature(model.forward).bind(*item.args, **item.kwargs)
-    except TypeError as error:
-        raise DQError(f"calibration record {index} does not fit {type(model).__name__}: {error}") from error
-    return item
 
 
 def fold(obj: Any, *, components: Any = None) -> Folded | dict[str, Folded]:

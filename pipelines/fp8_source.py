@@ -22,17 +22,23 @@ def is_fp8(dtype: Any) -> bool:
     return dtype in (torch.float8_e4m3fn, torch.float8_e5m2, "F8_E4M3", "F8_E5M2")
 
 
-def check_source(kinds: Mapping[str, Any], choice: str) -> None:
+def check_source(kinds: Mapping[str, Any], choice: str, own: bool = False) -> None:
     """Refuses a source that is quantized already, unless FP8 is to be dequantized.
 
     Args:
         kinds: dtype of every tensor, in torch's or a safetensors header's writing.
         choice: `refuse` or `dequantize`.
+        own: whether the request to quantize stands in the source's own config.
 
     Raises:
         DQError: codes of dq, or FP8 weights that nobody asked to dequantize.
     """
     codes = next((n for n in kinds if n.endswith(".qweight")), None)
+    if codes and own:
+        raise DQError(
+            f"the files hold codes ({codes}), and the quantization_config beside them lost the table of quantized "
+            "layers (format_version, kinds, layers): restore config.json as it was saved"
+        )
     if codes:
         raise DQError(
             f"the source is quantized already (it holds {codes}): load it with from_pretrained and no "

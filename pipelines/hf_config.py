@@ -15,13 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from dq.checkpoint import layers_config, prepare_model
+from dq.checkpoint import check_version, layers_config, prepare_model
 from dq.family import matches
 from dq.linear import QuantizedLinear, quantized_linears
 from dq.pipelines.adapters import refuse_adapters
 from dq.pipelines.casting import allow_casts
 from dq.pipelines.experts import open_named
-from dq.pipelines.on_load_words import FP8_SOURCES, check_words, on_load_recipe
+from dq.pipelines.on_load_words import FP8_SOURCES, WORDS, check_words, on_load_recipe
 from dq.registry import DQError, suggest
 
 
@@ -29,6 +29,10 @@ class DQMethod(str, Enum):  # noqa: UP042 - diffusers reads `.value`, and both c
     """The name of the quantization method; an enum because diffusers asks for `.value`."""
 
     DQ = "dq"
+
+
+TABLE = ("format_version", "kinds", "layers")  # without these a config asks for a quantization
+RESTORE = "restore config.json as it was saved (or load from where it came from): codes mean nothing without the table"
 
 
 class DQConfigBase:
@@ -43,6 +47,9 @@ class DQConfigBase:
         activations: `faithful` or `native` activation grid at run time; see `dq.quantize`.
         fp8_source: what to do with weights that are FP8 already: `refuse`, or `dequantize` them first.
         fields: of a checkpoint, the entries of `dq.checkpoint.layers_config` and `artifact_meta`.
+
+    Attributes:
+        read: whether it was read from a checkpoint, or given as a dict.
 
     Raises:
         DQError: an unknown word, or a recipe that loading cannot follow (it needs calibration, or rewrites the model).
@@ -59,7 +66,7 @@ class DQConfigBase:
     ):
         self.quant_method = DQMethod(quant_method)
         self.recipe = recipe
-        self._fields, self._model = fields, None
+        self._fields, self._model, self.read = fields, None, False
         self.skip, self.activations, self.fp8_source = skip, activations, fp8_source
         if self.on_load:
             self.recipe = on_load_recipe(recipe, fields).to_dict()
@@ -68,7 +75,7 @@ class DQConfigBase:
     @property
     def on_load(self) -> bool:
         """Whether it asks for a quantization, and is not the description of one."""
-        return not {"format_version", "kinds", "layers"} & set(self._fields)
+        return not set(TABLE) & set(self._fields)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -97,6 +104,7 @@ class DQConfigBase:
         model = None if self._model is None else self._model()
         words = dict(skip=self.skip, activations=self.activations, fp8_source=self.fp8_source)
         copied = type(self)(copy.deepcopy(self.recipe, memo), **words, **copy.deepcopy(self.fields, memo))
+        copied.read = self.read
         return copied if memo.get(id(model)) is None else copied.follow(memo[id(model)])
 
     def __getstate__(self):
@@ -104,7 +112,15 @@ class DQConfigBase:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
+        lost = not set(TABLE) & set(config_dict) and (set(config_dict) - {"quant_method", *WORDS})
+        if lost or not set(config_dict) - {"quant_method"}:
+            held = ", ".join(sorted(set(config_dict) - {"quant_method"})) or "nothing"
+            raise DQError(
+                f"the quantization_config of this checkpoint holds {held}, but not the table of its quantized layers "
+                f"({', '.join(TABLE)}): {RESTORE}"
+            )
         config = cls(**config_dict)
+        config.read = True
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
@@ -148,13 +164,18 @@ def prepare(model: nn.Module, config: DQConfigBase, dtype: torch.dtype, in_fp32:
     Raises:
         DQError: the checkpoint is newer than this dq, or damaged.
     """
+    if TABLE[0] in config.fields:
+        check_version(config.fields)
+    lost = [word for word in TABLE if word not in config.fields]
+    if lost:
+        raise DQError(f"the checkpoint's config is damaged, its quantization_config lost {', '.join(lost)}: {RESTORE}")
     open_named(model, config.fields.get("layers") or ())
     prepare_model(model, config.fields, dtype)
     allow_casts(model)
     for name, layer in quantized_linears(model).items():
         if any(matches(name, p) for p in in_fp32):
             layer.compute_dtype = torch.float32
-    model.dq_artifact = {k: v for k, v in config.fields.items() if k not in ("format_version", "kinds", "layers")}
+    model.dq_artifact = {k: v for k, v in config.fields.items() if k not in TABLE}
     model.dq_artifact["recipe"] = config.recipe
 
 
@@ -229,16 +250,19 @@ def read_headers(files: Iterable[Any]) -> dict[str, Header]:
     return found
 
 
-def check_tensors(model: nn.Module, headers: dict[str, Header]) -> None:
+def check_tensors(model: nn.Module, headers: dict[str, Header], new: Iterable[str] = ()) -> None:
     """Refuses a checkpoint that lacks a tensor of the model, holds one that nobody reads, or one of a quantized layer
     in another shape or dtype (codes mean nothing after a cast, and a scale that lost bits moves every weight).
 
     Tied tensors are stored once: it is enough that one of their names is there.
 
+    Args:
+        new: names of 16-bit tensors that need not be there.
+
     Raises:
         DQError: naming the first such tensor.
     """
-    check_names(model, set(headers))
+    check_names(model, {*headers, *new})
     for name, layer in quantized_linears(model).items():
         for key, (shape, dtype) in layer.config.tensors(layer.out_features, layer.in_features).items():
             if headers[f"{name}.{key}"] != (tuple(shape), _DTYPES[dtype]):

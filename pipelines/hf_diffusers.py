@@ -68,7 +68,8 @@ class DQDiffusersQuantizer(DiffusersQuantizer):
         self._headers, self._loaded = read_headers(checkpoint_files), set(loaded_keys)
         if self.pre_quantized:
             return loaded_keys
-        check_source({n: kind for n, (_, kind) in self._headers.items()}, self.quantization_config.fp8_source)
+        config = self.quantization_config
+        check_source({n: kind for n, (_, kind) in self._headers.items()}, config.fp8_source, config.read)
         self._path = checkpoint_files[0]
         return without_scales(loaded_keys) if self.quantization_config.fp8_source == "dequantize" else loaded_keys
 

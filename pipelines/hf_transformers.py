@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -82,10 +83,14 @@ class DQTransformersQuantizer(HfQuantizer):
         in_fp32 = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype != torch.float32 else set()
         if dtype == torch.float16:
             in_fp32 |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        fields = self.quantization_config.fields
+        headed = False
+        if isinstance(fields.get("layers"), dict):
+            fields["layers"], headed = _layers_here(fields["layers"], model, self)
         prepare(model, self.quantization_config, dtype, in_fp32)
         headers = read_headers(checkpoint_files)
         if headers:
-            check_tensors(model, _renamed(headers, model, self))
+            _check_files(model, headers, self, headed)
         # transformers initialises weights that it did not load, module by module and from parents; ours hold no data.
         for layer in quantized_linears(model).values():
             layer.weight_marks = dict.fromkeys(MARKS, True)
@@ -95,7 +100,7 @@ class DQTransformersQuantizer(HfQuantizer):
     def _check_16_bit(self, checkpoint_files: Any) -> None:
         """The source is no FP8; unscaled FP8 is cast by the loader, which leaves scales unread."""
         kinds = {n: kind for n, (_, kind) in read_headers(checkpoint_files).items()}
-        check_source(kinds, self.quantization_config.fp8_source)
+        check_source(kinds, self.quantization_config.fp8_source, self.quantization_config.read)
         scales = [n for n in kinds if n.rpartition(".")[2] in SCALES]
         if scales:
             raise DQError(
@@ -177,17 +182,50 @@ def _merges_experts(conversion: Any) -> bool:
     return isinstance(conversion, WeightConverter) and any("experts" in name for name in conversion.target_patterns)
 
 
-def _renamed(headers: dict[str, Header], model: nn.Module, quantizer: HfQuantizer) -> dict[str, Header]:
-    """The headers under the model's own names: renamed, and the base-model prefix added or dropped, as the loader
-    does it."""
-    state, out = set(model.state_dict()), {}
+def _own_names(names: Iterable[str], model: nn.Module, known: Callable[[str], bool], quantizer: HfQuantizer):
+    """Name of a tensor in a checkpoint -> the model's own, renamed and the base model's prefix added or dropped as the
+    loader does it; without what lies outside the part that is loaded. And whether a prefix was added."""
     prefix, renamings = f"{model.base_model_prefix}.", get_model_conversion_mapping(model, hf_quantizer=quantizer)
-    for name, header in headers.items():
-        for renaming in renamings:
-            name = renaming.rename_source_key(name)[0]
-        swapped = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
-        out[swapped if name not in state and swapped in state else name] = header
-    return out
+    found, inside, added = {}, set(), False
+    for name in names:
+        own = name
+        for renaming in renamings if not known(name) else ():
+            own = renaming.rename_source_key(own)[0]
+        if not known(own):
+            if known(prefix + own):
+                own, added = prefix + own, True
+            elif own.startswith(prefix) and known(own.removeprefix(prefix)):
+                own = own.removeprefix(prefix)
+        if name != own and name.endswith(f".{own}"):
+            inside.add(name.removesuffix(own))
+        found[name] = own
+    skipped = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+
+    def outside(name: str) -> bool:
+        return (bool(inside) and not name.startswith(tuple(inside))) or any(re.search(p, name) for p in skipped)
+
+    return {n: own for n, own in found.items() if known(own) or not outside(n)}, added
+
+
+def _layers_here(layers: dict[str, Any], model: nn.Module, quantizer: HfQuantizer) -> tuple[dict[str, Any], bool]:
+    """A checkpoint's table of layers for a model of another class than the one that was saved: the base model of a
+    language model, or a base model with a head on top; and whether it is the latter."""
+    modules, stacks = {n for n, _ in model.named_modules()}, tuple(f"{n}." for n in stacked_layers(model))
+
+    def known(name: str) -> bool:
+        return name.removesuffix(".weight") in modules or (bool(stacks) and name.startswith(stacks))
+
+    found, added = _own_names([f"{n}.weight" for n in layers], model, known, quantizer)
+    return {own.removesuffix(".weight"): layers[n.removesuffix(".weight")] for n, own in found.items()}, added
+
+
+def _check_files(model: nn.Module, headers: dict[str, Header], quantizer: HfQuantizer, headed: bool) -> None:
+    """`check_tensors` under the model's own names; a head on top of a base model's checkpoint is new, as the library
+    says in its report."""
+    state = model.state_dict()
+    found, _ = _own_names(headers, model, state.__contains__, quantizer)
+    new = [n for n in state if headed and not n.startswith(f"{model.base_model_prefix}.")]
+    check_tensors(model, {own: headers[n] for n, own in found.items()}, new)
 
 
 def attach(model: nn.Module) -> None:

@@ -53,7 +53,13 @@ class OnLoad:
             )
         linears = {n for n, m in model.named_modules() if type(m) is nn.Linear}
         kept = [n for n in tied if n in linears]
-        self.plan = make_plan(model, on_load_recipe(config.recipe), [*config.skip, *kept])
+        try:
+            self.plan = make_plan(model, on_load_recipe(config.recipe), [*config.skip, *kept])
+        except DQError as error:
+            if not str(error).startswith("nothing to quantize"):
+                raise
+            what = "a PipelineQuantizationConfig with quant_backend quantizes every component, unless it is given"
+            raise DQError(f"{error}; {what} components_to_quantize, e.g. ['transformer']") from error
         for remark in (r for r in self.plan.remarks if r.startswith("recipe rule")):
             warnings.warn(remark, stacklevel=2)
         self.rows: dict[str, PlanRow] = {m: row for row in self.plan.quantized for m in row.members}

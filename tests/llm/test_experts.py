@@ -177,10 +177,12 @@ def test_layers_that_cannot_be_opened_are_named(llm, tiny):
     assert "4 stacked expert weights" in text and "Llama4TextExperts is no layer that dq opens" in text
 
 
-def test_rotations_refuse_mixtures(mixture, tiny):
+@pytest.mark.parametrize("place", ["mlp", "mlp.experts", "mlp.gate"])
+def test_rotations_refuse_mixtures_with_more_in_them(mixture, tiny, place):
     model = mixture()
+    model.model.layers[1].get_submodule(place).add_module("more", nn.Linear(64, 64))
     before = digest(model)
-    with pytest.raises(dq.DQError, match=r"unknown to the rewrites|is no linear"):
+    with pytest.raises(dq.DQError, match=r"layers\.1\.mlp\..* is unknown to the rewrites"):
         dq.quantize(model, tiny.recipe("w4a4-int4-quarot"), progress=False)
     assert digest(model) == before and len(stacked_layers(model)) == 2
 
