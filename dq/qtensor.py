@@ -287,6 +287,18 @@ class Accelerator:
 ACCELERATORS: Registry[Accelerator] = Registry("accelerator", "dq.kernels.quantize")
 
 
+@dataclass(frozen=True)
+class RowKernel:
+    """A kernel for `fake_quantize`, with its bits: `(x [rows, K], spec) -> reason` why not, and what runs."""
+
+    name: str
+    refuse: Callable[[Tensor, QuantSpec], str]
+    run: Callable[[Tensor, QuantSpec, Tensor | None], Tensor]
+
+
+ROW_KERNELS: Registry[RowKernel] = Registry("row kernel", "dq.kernels.quantize")
+
+
 def quantize(
     x: Tensor,
     spec: QuantSpec,
@@ -370,6 +382,10 @@ def fake_quantize(x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> Ten
         amax: as in `choose_scale`.
     """
     work = x.reshape(-1, x.shape[-1])
+    if x.is_cuda and not torch.compiler.is_compiling() and not (x.requires_grad and torch.is_grad_enabled()):
+        for kernel in ROW_KERNELS:
+            if not kernel.refuse(work, spec):
+                return kernel.run(work, spec, amax).reshape(x.shape)
     dtype = _dtype(work, spec)
     work = work.to(dtype)
     if spec.has_zero_point or spec.k_segments or spec.row_segments or spec.fmt.identity:

@@ -31,7 +31,7 @@ def _plain(spec: QuantSpec) -> bool:
     return spec.with_(scale_rule="absmax", rule_params=(), dynamic=False) == wanted
 
 
-def _rule(spec: QuantSpec) -> dict[str, Any] | None:
+def rule_constants(spec: QuantSpec) -> dict[str, Any] | None:
     """Compile-time arguments of the kernel for a scale rule it has, else None."""
     given = dict(spec.rule_params)
     low, high = given.pop("low", WINDOW[0]), given.pop("high", WINDOW[1])
@@ -48,22 +48,28 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def why_not(weight: Tensor, spec: QuantSpec) -> str:
-    """Why the kernels cannot quantize this tensor to this spec here, "" if they can."""
+def why_no_kernel(x: Tensor) -> str:
+    """Why no kernel of this package takes the tensor, whatever the spec, "" if they do."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if weight.device.type != "cuda" and not (interpreted and weight.device.type == "cpu"):
-        return f"the tensor is on {weight.device.type}, the kernels need CUDA"
+    if x.device.type != "cuda" and not (interpreted and x.device.type == "cpu"):
+        return f"the tensor is on {x.device.type}, the kernels need CUDA"
     if not _has_triton():
         return "triton is not installed"
-    if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) < (8, 0):
+    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 0):
         return "the kernels need compute capability 8.0"
-    if weight.dim() != 2 or not weight.numel():
-        return f"shape {tuple(weight.shape)} is not a filled matrix"
-    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"dtype {weight.dtype}"
+    if x.dim() != 2 or not x.numel():
+        return f"shape {tuple(x.shape)} is not a filled matrix"
+    return "" if x.dtype in (torch.bfloat16, torch.float16, torch.float32) else f"dtype {x.dtype}"
+
+
+def why_not(weight: Tensor, spec: QuantSpec) -> str:
+    """Why the kernels cannot quantize this tensor to this spec here, "" if they can."""
+    why = why_no_kernel(weight)
+    if why:
+        return why
     if not _plain(spec):
         return "only NVFP4 with at most one global scale for the tensor, without segments or foreign profiles"
-    return f"no kernel for {spec} {dict(spec.rule_params) or ''}" if _rule(spec) is None else ""
+    return f"no kernel for {spec} {dict(spec.rule_params) or ''}" if rule_constants(spec) is None else ""
 
 
 def _pairs(x: Tensor, spec: QuantSpec) -> bool:
@@ -93,8 +99,8 @@ def enqueue(x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> tuple[QTe
     if _pairs(x, spec):
         absmax_kernel[grid](x, x.view(torch.int32), top, codes, scale, unit, total, **levels, **tile)
     else:
-        full = dict(FULL=width % 16 == 0)
-        quantize_kernel[grid](x, top, codes, scale, unit, total, width, groups, **_rule(spec), **levels, **full, **tile)
+        constants = rule_constants(spec) | levels | dict(FULL=width % 16 == 0)
+        quantize_kernel[grid](x, top, codes, scale, unit, total, width, groups, **constants, **tile)
     second = unit if spec.global_scale else None
     return QTensor(codes, scale.view(torch.float8_e4m3fn), second, spec, (rows, width)), bits
 

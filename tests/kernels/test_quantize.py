@@ -44,11 +44,11 @@ def _ptx(name: str, generation: int, **constants) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from dq.kernels.quantize.jit import nvfp4, pairs
+    from dq.kernels.quantize.jit import nvfp4, pairs, tokens
 
-    kernel = getattr(pairs if name == "absmax_kernel" else nvfp4, name)
+    kernel = getattr({"absmax_kernel": pairs, "values_kernel": tokens}.get(name, nvfp4), name)
     types = dict(x_ptr="*bf16", amax_ptr="*fp32", global_ptr="*fp32", bits_ptr="*i32", codes_ptr="*u8", scale_ptr="*u8")
-    types["word_ptr"] = "*i32"
+    types |= {"word_ptr": "*i32", "y_ptr": "*fp32"}
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
     attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in types}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
@@ -68,13 +68,15 @@ def test_compiles_for(generation, tmp_path, monkeypatch):
     plain = _ptx("quantize_kernel", generation, **common, BLOCKS=256, SWEEP=False, E4M3=False, LOW=0, HIGH=0)
     sweep = _ptx("quantize_kernel", generation, **common, BLOCKS=128, SWEEP=True, E4M3=True, LOW=-6, HIGH=10)
     pairs = _ptx("absmax_kernel", generation, TWO_LEVELS=True, FUSED=True, BLOCKS=256)
+    values = _ptx("values_kernel", generation, FULL=True, FUSED=True, BLOCKS=128, SWEEP=True, LOW=-6, HIGH=10)
     # Two blocks a thread: eight for their scales and nine for their bounds, beside those of the general path.
     for ptx, fused in (
         (plain, 4 * 256 * 16 // 128),
         (sweep, 3 * 4 * 128 * 16 // 128),
         (pairs, 4 * 256 * 16 // 128 + 2 * (8 + 9)),
+        (values, 3 * 4 * 128 * 16 // 128),
     ):
-        assert set(re.findall(r"\bdiv\.\S+", ptx)) == {"div.rn.f32"}
+        assert set(re.findall(r"\bdiv\.\S*f\d+", ptx)) == {"div.rn.f32"}
         found = re.findall(r"\bfma\.(\S+)", ptx)
         assert set(found) <= {"rn.f32", "rn.f32x2"}
         assert found.count("rn.f32") + 2 * found.count("rn.f32x2") == fused
