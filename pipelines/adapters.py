@@ -46,7 +46,8 @@ def aside(obj: Any) -> Iterator[None]:
     What is quantized, and with which statistics, then does not depend on whether they were loaded before or after.
 
     Raises:
-        DQError: adapters are fused, or whole modules were replaced by trained copies (peft's `modules_to_save`).
+        DQError: adapters are fused or read the weight below, or whole modules were replaced by trained copies (peft's
+            `modules_to_save`).
     """
     models = [obj] if isinstance(obj, nn.Module) else (getattr(obj, "components", None) or {}).values()
     models = [m for m in models if isinstance(m, nn.Module)]
@@ -57,6 +58,7 @@ def aside(obj: Any) -> Iterator[None]:
                 f"{name} has fused adapters: unfuse_lora() takes them out and unload_lora_weights() (in peft "
                 "merge_and_unload()) keeps them in the weight; do one of these first"
             )
+        _refuse_variants(name, layer)
     for model in models if held else ():
         _refuse_copies(model)
     for model, name, layer in held:
@@ -68,6 +70,14 @@ def aside(obj: Any) -> Iterator[None]:
             layer.base_layer = model.get_submodule(name)
             importlib.import_module("dq.pipelines.hf_peft").adopt(layer)
             model.set_submodule(name, layer)
+
+
+def _refuse_variants(name: str, layer: nn.Module) -> None:
+    """Raises DQError for kinds of LoRA that read the weight below in every step, but for DoRA beside a linear."""
+    for variant in getattr(layer, "lora_variant", {}).values():
+        kind = variant.__name__ if isinstance(variant, type) else type(variant).__name__
+        if kind.startswith(("Kasa", "DoraConv")):
+            raise DQError(f"{name} has a {kind} adapter, which reads its 16-bit weight: quantize the model without it")
 
 
 def _refuse_copies(model: nn.Module) -> None:

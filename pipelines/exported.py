@@ -181,7 +181,8 @@ def not_plain(layer: QuantizedLinear, name: str = "", *allowed: str) -> str:
     if isinstance(layer, nn.Conv2d):
         return "it is a convolution, and quantized ones have no form there"
     if name.endswith("gate_up_proj") and of_experts([name]):
-        return "gate and up of an expert are one matrix, in an order of their own that no engine reads one by one"
+        what = "gate and up of an expert are one matrix, in an order of their own that no engine reads one by one"
+        return f"{what}: quantize with skip=['experts'] to export the rest"
     steps = [n for n in dict.fromkeys(n for n, _ in c.steps) if n not in allowed]
     if steps:
         foldable = all(TRANSFORMS.get(n).order == 1 for n in steps)  # diagonal

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Conv2d, Linear
 from peft.tuners.lora.model import LoraModel
+from peft.tuners.lora.variants import DoraLinearVariant
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 from dq.conv import QuantizedConv2d, plain
 from dq.fusing import fuse, unfuse
 from dq.linear import QuantizedLinear
+from dq.pipelines.hf_dora import QuantizedDora, QuantizedDoraVariant
 from dq.registry import DQError
 
 # Initialisations that leave the base weight as it is. The others (PiSSA, OLoRA, LoftQ, ..) take the adapter out of it.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
-_VARIANTS = {"kasa_config": "KaSA", "use_dora": "DoRA"}  # read or rewrite the base weight in every step
+_VARIANTS = {"kasa_config": "KaSA"}  # rewrite the base weight
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ class _Beside:
         if not isinstance(self.get_base_layer(), QuantizedLinear):
             return super().merge(safe_merge, adapter_names)
         for adapter in check_adapters_to_merge(self, adapter_names):
+            if adapter in self.lora_variant:
+                raise DQError(
+                    f"cannot fuse {adapter}: DoRA scales the rows of the quantized weight; keep it beside the layer, "
+                    "or dq.dequantize() first"
+                )
             if adapter in self.lora_A:
                 self.fused.append(self._fuse(self.get_base_layer(), adapter))
                 self.merged_adapters.append(adapter)
@@ -115,6 +122,11 @@ class _Beside:
 class QuantizedLora(_Beside, Linear):
     """peft's LoRA layer over a `QuantizedLinear`."""
 
+    def resolve_lora_variant(self, **kwargs: Any) -> Any:
+        """peft's choice, with our own DoRA."""
+        found = super().resolve_lora_variant(**kwargs)
+        return QuantizedDoraVariant() if _is_dora(found) else found
+
 
 class QuantizedLoraConv(_Beside, Conv2d):
     """peft's LoRA layer over a `QuantizedConv2d`: A is a convolution of its geometry, B one of 1 x 1."""
@@ -132,12 +144,20 @@ def _stand_in(base: nn.Module) -> nn.Module:
     return conv
 
 
+def _is_dora(variant: Any) -> bool:
+    return DoraLinearVariant in (variant, type(variant))  # peft keeps the class, newer versions an object of it
+
+
 def adopt(layer: nn.Module) -> None:
     """Makes peft's own LoRA layer, whose base was quantized under it, one of ours: same parameters, same settings."""
     kind = _LAYERS.get(type(layer.get_base_layer()))
     if kind is not None and type(layer) in kind.__bases__:
         layer.__class__ = kind  # parameters keep their identity: optimizers and hooks hold them
         layer.fused = []
+        for name, variant in layer.lora_variant.items():
+            if _is_dora(variant):
+                layer.lora_variant[name] = QuantizedDoraVariant()
+                layer.lora_magnitude_vector[name].__class__ = QuantizedDora
 
 
 class QuantizedLoraModel(LoraModel):
@@ -146,7 +166,7 @@ class QuantizedLoraModel(LoraModel):
     def _create_and_replace(self, lora_config, adapter_name, target, target_name, parent, current_key, **kwargs):
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
         if isinstance(base, QuantizedLinear):
-            refuse(lora_config, current_key)
+            refuse(lora_config, current_key, isinstance(base, QuantizedConv2d))
             _remark(self.model)
         super()._create_and_replace(lora_config, adapter_name, target, target_name, parent, current_key, **kwargs)
 
@@ -160,13 +180,15 @@ class QuantizedLoraModel(LoraModel):
         return LoraModel._create_new_module(lora_config, adapter_name, target, **kwargs)
 
 
-def refuse(config: Any, name: str) -> None:
+def refuse(config: Any, name: str, convolution: bool = False) -> None:
     """Raises DQError for kinds of LoRA that read or rewrite the 16-bit weight, which is no longer there."""
     if config.init_lora_weights not in _INITS:
         raise DQError(
             f"{name} is quantized: init_lora_weights={config.init_lora_weights!r} takes its start out of the 16-bit "
             "weight; attach it before quantizing, or use True, 'gaussian', 'orthogonal' or 'eva'"
         )
+    if getattr(config, "use_dora", False) and convolution:
+        raise DQError(f"{name} is a quantized convolution: DoRA beside it needs its 16-bit weight; use plain LoRA")
     for field, title in _VARIANTS.items():
         if getattr(config, field, None):
             raise DQError(f"{name} is quantized: {title} computes with the 16-bit weight in every step; use plain LoRA")

@@ -8,8 +8,8 @@
 
 Scales are written as dq holds them (float32, or float16 for groups); a reader that works in bfloat16 rounds them,
 unless they were chosen in it (`int4/group128/bf16`). Experts are written one by one under the names that the files of
-such models have. transformers 5.24 reads them with FP8, INT4 and MXFP4 weights; where it does not, though vLLM and
-`load_exported` do, a warning says why.
+such models have. transformers 5.24 reads them with FP8, INT4, MXFP4, weight-only INT8 and, in bfloat16, single-level
+NVFP4 weights; where it does not, though vLLM and `load_exported` do, a warning says why.
 Source: compressed-tensors 0.20, preset schemes and compressors.
 """
 
@@ -222,14 +222,15 @@ def _warn_about_experts(job: Job, schemes: dict[str, Scheme]) -> None:
     """What transformers does not read of mixtures, though other engines do."""
     experts = of_experts(job.layers)
     layouts = {schemes[n].layout for n in experts}
+    two_levels = any(job.layers[n].config.weights.global_scale for n in experts)
     others = {schemes[n].layout for n in job.layers} - {"float-quantized", "naive-quantized"}
     why = ""
     if len(experts) < len(of_experts([*job.layers, *job.plain_linears])) or (stacked_layers(job.model) and others):
         why = "takes all experts for quantized once a grid other than FP8 is in the file: it cannot read 16-bit ones"
     elif layouts & {"int-quantized"}:
-        why = "reads no INT8 experts"
-    elif layouts & {"nvfp4-pack-quantized"}:
-        why = "decodes NVFP4 experts without their second-level scale: the values are wrong"
+        why = "reads no INT8 experts with INT8 activations (with weight_only=True it does)"
+    elif layouts & {"nvfp4-pack-quantized"} and two_levels:
+        why = "decodes NVFP4 experts without their second-level scale: the values are wrong (nvfp4-single has none)"
     if why:
         warnings.warn(f"transformers (seen with 5.24) {why}; vLLM and dq.load_exported read the file", stacklevel=5)
 

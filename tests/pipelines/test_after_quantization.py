@@ -9,8 +9,10 @@ import pytest
 import torch
 from diffusers import FluxControlNetModel, FluxTransformer2DModel, NucleusMoEImageTransformer2DModel
 from diffusers.hooks import (
+    FasterCacheConfig,
     FirstBlockCacheConfig,
     MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
     TaylorSeerCacheConfig,
     TextKVCacheConfig,
     apply_group_offloading,
@@ -307,12 +309,20 @@ def steps(model, inputs, count=4):
     out = []
     with model.cache_context("cond"):
         for i in range(count):
+            NOW[0] = 1000 - 100 * i
             now = inputs | {"timestep": torch.full((1,), 0.9 - 0.001 * i)}
             out.append(run(model, now))
     return torch.stack(out)
 
 
+NOW = [0]  # the step that attention caches ask for: the first is always computed
+ATTENTION = dict(
+    spatial_attention_block_skip_range=2, spatial_attention_timestep_skip_range=(-1, 901),
+    spatial_attention_block_identifiers=("transformer_blocks",), current_timestep_callback=lambda: NOW[0],
+)  # fmt: skip
 CACHES = {
+    "pyramid": PyramidAttentionBroadcastConfig(**ATTENTION),
+    "faster": FasterCacheConfig(**ATTENTION, attention_weight_callback=lambda _: 0.5, is_guidance_distilled=True),
     "first block": FirstBlockCacheConfig(threshold=0.2),
     "mag": MagCacheConfig(threshold=0.5, num_inference_steps=4, retention_ratio=0.25, mag_ratios=torch.ones(4)),
     "taylor": TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1, max_order=1),

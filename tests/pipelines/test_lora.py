@@ -232,9 +232,7 @@ def test_a_lora_from_scratch_is_listed(tiny, flux):
     assert repr(dq.adapter_info(tiny.flux())) == "no adapters"
 
 
-@pytest.mark.parametrize(
-    "change", [dict(init_lora_weights="pissa"), dict(init_lora_weights="olora"), dict(use_dora=True)]
-)
+@pytest.mark.parametrize("change", [dict(init_lora_weights="pissa"), dict(init_lora_weights="olora")])
 def test_kinds_that_need_the_16_bit_weight_are_refused(tiny, flux, change):
     pipe, plain, _ = flux("w4a4-int4")
     with pytest.raises(dq.DQError, match=r"transformer_blocks\.0\.attn\.to_q is quantized: .* 16-bit weight"):
