@@ -16,7 +16,7 @@ from dq.checkpoint import check_version
 from dq.checks import one_line
 from dq.linear import LinearConfig
 from dq.pipelines.comfy import MATRICES
-from dq.pipelines.export.compressed import _matches
+from dq.pipelines.export.compressed import target_matches
 from dq.pipelines.gguf_header import TYPES
 from dq.registry import DQError
 
@@ -158,7 +158,7 @@ def _compressed(contents: Contents, owner: str, own: dict[str, Header]) -> Layer
     if "weight_scale" not in own or payload not in own:
         return None
     groups = [g for g in (contents.quantization.get("config_groups") or {}).values()
-              if any(_matches(t, owner) for t in g["targets"])]  # fmt: skip
+              if any(target_matches(t, owner) for t in g["targets"])]  # fmt: skip
     if not groups:
         return _plain(contents, owner, own)
     weights, acts = groups[-1]["weights"], groups[-1].get("input_activations")

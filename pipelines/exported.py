@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,6 +26,7 @@ from dq.transforms import TRANSFORMS, Step
 NVFP4_TOP = 2688.0  # 6 * 448, the largest value of E2M1 times that of E4M3
 # Linears that runtimes run as one matrix: they must agree in what is stored once for it.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+_INT = re.compile(r"int([2348])(_wide|_full)?")
 
 
 @dataclass
@@ -195,6 +197,20 @@ def not_plain(layer: QuantizedLinear, name: str = "", *allowed: str) -> str:
     if c.weights.row_segments or c.weights.k_segments:
         return "its weight is quantized in segments"
     return ""
+
+
+def grid_kind(spec: QuantSpec) -> str:
+    """`nvfp4`, `mxfp4`, `mxfp8`, `fp8`, `fp8-block`, `int<b>`, or "" for a grid that no exporter names."""
+    found = _INT.fullmatch(spec.format)
+    if spec.format == "fp4_e2m1" and spec.scale_format == "fp8_e4m3" and spec.group_size == 16:
+        return "nvfp4"
+    if spec.scale_format == "e8m0" and spec.group_size == 32:
+        return {"fp4_e2m1": "mxfp4", "fp8_e4m3": "mxfp8"}.get(spec.format, "")
+    if spec.scale_format not in ("fp32", "fp16", "bf16") or spec.global_scale:
+        return ""
+    if spec.format == "fp8_e4m3":
+        return {"block": "fp8-block", "group": "fp8-group"}.get(spec.strategy, "fp8")
+    return f"int{found[1]}" if found and spec.strategy != "block" else ""
 
 
 def multiplier(q: QTensor) -> Tensor:

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from dq.checks import one_line
-from dq.pipelines.export.compressed import _blocks
-from dq.pipelines.exported import EXPORTERS, Exporter, Files, Job, Stored, not_plain, nvfp4_of, nvfp4_tensors
+from dq.pipelines.exported import EXPORTERS, Exporter, Files, Job, Stored, grid_kind, not_plain, nvfp4_of, nvfp4_tensors
 from dq.pipelines.rows import unlike_rows, write_matrices
 from dq.qtensor import QTensor
 from dq.registry import DQError
@@ -31,7 +30,7 @@ from dq.spec import QuantSpec
 def _kind(spec: QuantSpec) -> str:
     if spec.format == "fp8_e4m3" and spec.strategy == "channel" and spec.scale_format == "fp32":
         return "fp8r"
-    return "nvfp4" if _blocks(spec) == "nvfp4" else ""
+    return "nvfp4" if grid_kind(spec) == "nvfp4" else ""
 
 
 def _refuse(job: Job, name: str) -> str:

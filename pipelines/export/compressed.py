@@ -36,6 +36,7 @@ from dq.pipelines.exported import (
     Files,
     Job,
     Stored,
+    grid_kind,
     multiplier,
     not_plain,
     plain_values,
@@ -47,7 +48,6 @@ from dq.registry import DQError
 from dq.spec import QuantSpec
 
 METHOD = "compressed-tensors"
-_INT = re.compile(r"int([2348])(_wide|_full)?")
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,6 @@ class Scheme:
 def _args(kind: str, bits: int, strategy: str, **more: Any) -> tuple[tuple[str, Any], ...]:
     args = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False} | more
     return tuple(args.items())
-
-
-def _blocks(spec: QuantSpec) -> str:
-    """`nvfp4`, `mxfp4`, `mxfp8`, `fp8`, `fp8-block`, `int<b>`, or "" for a grid without a form here."""
-    found = _INT.fullmatch(spec.format)
-    if spec.format == "fp4_e2m1" and spec.scale_format == "fp8_e4m3" and spec.group_size == 16:
-        return "nvfp4"
-    if spec.scale_format == "e8m0" and spec.group_size == 32:
-        return {"fp4_e2m1": "mxfp4", "fp8_e4m3": "mxfp8"}.get(spec.format, "")
-    if spec.scale_format not in ("fp32", "fp16", "bf16") or spec.global_scale:
-        return ""
-    if spec.format == "fp8_e4m3":
-        return {"block": "fp8-block", "group": "fp8-group"}.get(spec.strategy, "fp8")
-    return f"int{found[1]}" if found and spec.strategy != "block" else ""
 
 
 # kind of the weights -> kinds of activations that a runtime has beside them.
@@ -121,11 +107,11 @@ def scheme_of(weights: QuantSpec, activations: QuantSpec | None) -> Scheme:
     Raises:
         DQError: the reason why there is none.
     """
-    kind = _blocks(weights)
+    kind = grid_kind(weights)
     if kind not in _PAIRS:
         zero = ": the installed readers disagree about zero points; take a symmetric grid"
         raise DQError(f"weights {weights} have no form there{zero if weights.has_zero_point else ''}")
-    acts = None if activations is None else _blocks(activations)
+    acts = None if activations is None else grid_kind(activations)
     if acts is not None and (acts not in _PAIRS[kind] or activations.strategy not in ("token", "tensor", "group")):
         known = ", ".join(_PAIRS[kind]) or "none"
         raise DQError(f"{kind} weights do not go with activations {activations} there (only {known}); "
@@ -152,13 +138,13 @@ def _refuse(job: Job, name: str) -> str:
         return str(error)
     if spec.columns and layer.in_features % spec.columns:
         return f"its {layer.in_features} inputs are no multiple of {spec.columns}"
-    return unlike_siblings(job, name, _blocks(spec) == "nvfp4") or missing_amax(job, name)
+    return unlike_siblings(job, name, grid_kind(spec) == "nvfp4") or missing_amax(job, name)
 
 
 def missing_amax(job: Job, name: str) -> str:
     """Why the second level of NVFP4 activations is not known; "" if it is, or is not needed."""
     acts = job.activations(name)
-    if acts is None or _blocks(acts) != "nvfp4" or job.amax.get(name):
+    if acts is None or grid_kind(acts) != "nvfp4" or job.amax.get(name):
         return ""
     if job.amax:
         return "its input was all zeros in the calibration" if name in job.amax else "the calibration never reached it"
@@ -235,7 +221,8 @@ def _warn_about_experts(job: Job, schemes: dict[str, Scheme]) -> None:
         warnings.warn(f"transformers (seen with 5.24) {why}; vLLM and dq.load_exported read the file", stacklevel=5)
 
 
-def _matches(target: str, name: str) -> bool:
+def target_matches(target: str, name: str) -> bool:
+    """Whether an entry of `targets` (a name, the end of one, `Linear`, or `re:` and a pattern) means this linear."""
     if target.startswith("re:"):
         return re.match(target[3:], name) is not None
     return target in ("Linear", name) or name.endswith(f".{target}")
@@ -244,7 +231,7 @@ def _matches(target: str, name: str) -> bool:
 def _read(files: Files) -> dict[str, Stored]:
     config, out = files.quantization, {}
     for name in files.owners("weight_scale", "weight_packed"):
-        groups = [g for g in config["config_groups"].values() if any(_matches(t, name) for t in g["targets"])]
+        groups = [g for g in config["config_groups"].values() if any(target_matches(t, name) for t in g["targets"])]
         if not groups:
             raise DQError(f"no config group describes {name}")
         group = groups[-1]

@@ -25,13 +25,14 @@ import torch
 from torch import Tensor
 
 from dq.checks import one_line
-from dq.pipelines.export.compressed import _blocks, missing_amax
+from dq.pipelines.export.compressed import missing_amax
 from dq.pipelines.exported import (
     EXPORTERS,
     Exporter,
     Files,
     Job,
     Stored,
+    grid_kind,
     not_plain,
     nvfp4_of,
     nvfp4_tensors,
@@ -60,7 +61,7 @@ def _refuse(job: Job, name: str) -> str:
     why = not_plain(layer, name, *(("smooth", "lowrank") if job.library == "diffusers" else ()))
     if why:
         return why
-    if _blocks(spec) != "nvfp4" or (acts is not None and _blocks(acts) != "nvfp4"):
+    if grid_kind(spec) != "nvfp4" or (acts is not None and grid_kind(acts) != "nvfp4"):
         return f"weights {spec} with activations {acts or 'in 16 bits'}: only NVFP4 is written there"
     if layer.in_features % 16:
         return f"its {layer.in_features} inputs are no multiple of 16"

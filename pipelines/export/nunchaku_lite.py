@@ -25,13 +25,13 @@ from dq.checks import one_line
 from dq.packing import PACKINGS
 from dq.packing import nunchaku as layout
 from dq.pipelines.comfy import affine
-from dq.pipelines.export.compressed import _blocks
 from dq.pipelines.exported import (
     EXPORTERS,
     Exporter,
     Files,
     Job,
     Stored,
+    grid_kind,
     multiplier,
     not_plain,
     values_of,
@@ -54,7 +54,7 @@ def _weight_only(job: Job, name: str) -> bool:
 def _precision(spec: QuantSpec) -> str:
     if spec.format in _SIGNED and spec.strategy == "group" and spec.group_size == 64 and spec.scale_format != "e8m0":
         return "int4"
-    return "nvfp4" if _blocks(spec) == "nvfp4" else ""
+    return "nvfp4" if grid_kind(spec) == "nvfp4" else ""
 
 
 def _refuse(job: Job, name: str) -> str:

@@ -6,26 +6,38 @@ _D, _S = "transformer_blocks.*", "single_transformer_blocks.*"
 _TIME = "time_text_embed"
 
 
-def _stream(there: str, attn: tuple[str, ...], norms: tuple[str, str], out: str, ff: str) -> tuple[Rule, ...]:
-    """One stream, image or text, of a double block."""
-    block = f"double_blocks.*.{there}"
-    return (
-        Rule(f"{block}_attn.qkv", tuple(f"{_D}.attn.{n}" for n in attn)),
-        Rule(f"{block}_attn.norm.query_norm", (f"{_D}.attn.{norms[0]}",), leaf="scale"),
-        Rule(f"{block}_attn.norm.key_norm", (f"{_D}.attn.{norms[1]}",), leaf="scale"),
-        Rule(f"{block}_attn.proj", (f"{_D}.attn.{out}",)),
-        Rule(f"{block}_mlp.0", (f"{_D}.{ff}.net.0.proj",)),
-        Rule(f"{block}_mlp.2", (f"{_D}.{ff}.net.2",)),
-    )
+def streams(mlp: tuple[str, str]) -> tuple[Rule, ...]:
+    """Image and text stream of the double blocks; `mlp` names the two linears of a feed-forward here."""
+    out: list[Rule] = []
+    for there, attn, norms, to_out, ff in (
+        ("img", ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"), "to_out.0", "ff"),
+        (
+            "txt",
+            ("add_q_proj", "add_k_proj", "add_v_proj"),
+            ("norm_added_q", "norm_added_k"),
+            "to_add_out",
+            "ff_context",
+        ),
+    ):
+        block = f"double_blocks.*.{there}"
+        out += [
+            Rule(f"{block}_attn.qkv", tuple(f"{_D}.attn.{n}" for n in attn)),
+            Rule(f"{block}_attn.norm.query_norm", (f"{_D}.attn.{norms[0]}",), leaf="scale"),
+            Rule(f"{block}_attn.norm.key_norm", (f"{_D}.attn.{norms[1]}",), leaf="scale"),
+            Rule(f"{block}_attn.proj", (f"{_D}.attn.{to_out}",)),
+            *(Rule(f"{block}_mlp.{i}", (f"{_D}.{ff}.{n}",)) for i, n in zip((0, 2), mlp, strict=True)),
+        ]
+    return tuple(out)
 
 
-_BLOCKS = (
-    *_stream("img", ("to_q", "to_k", "to_v"), ("norm_q", "norm_k"), "to_out.0", "ff"),
-    *_stream("txt", ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k"), "to_add_out",
-             "ff_context"),
-    Rule("single_blocks.*.linear1", (*(f"{_S}.attn.{n}" for n in ("to_q", "to_k", "to_v")), f"{_S}.proj_mlp")),
+SINGLE_NORMS = (
     Rule("single_blocks.*.norm.query_norm", (f"{_S}.attn.norm_q",), leaf="scale"),
     Rule("single_blocks.*.norm.key_norm", (f"{_S}.attn.norm_k",), leaf="scale"),
+)
+_BLOCKS = (
+    *streams(("net.0.proj", "net.2")),
+    *SINGLE_NORMS,
+    Rule("single_blocks.*.linear1", (*(f"{_S}.attn.{n}" for n in ("to_q", "to_k", "to_v")), f"{_S}.proj_mlp")),
     *renames({"single_blocks.*.linear2": f"{_S}.proj_out", "final_layer.linear": "proj_out",
               "txt_in": "context_embedder", "img_in": "x_embedder"}),
 )  # fmt: skip

@@ -1,24 +1,9 @@
 """FLUX.2 as Black Forest Labs publishes it (`flux2-dev.safetensors`)."""
 
+from dq.pipelines.names.flux import SINGLE_NORMS, streams
 from dq.pipelines.naming import NAMINGS, Naming, Rule, renames
 
-_D, _S, _TIME = "transformer_blocks.*", "single_transformer_blocks.*", "time_guidance_embed"
-_STREAMS = (
-    ("img", ("to_q", "to_k", "to_v"), "norm_q", "norm_k", "to_out.0", "ff"),
-    ("txt", ("add_q_proj", "add_k_proj", "add_v_proj"), "norm_added_q", "norm_added_k", "to_add_out", "ff_context"),
-)
-_DOUBLE = tuple(
-    rule
-    for there, qkv, norm_q, norm_k, out, ff in _STREAMS
-    for rule in (
-        Rule(f"double_blocks.*.{there}_attn.qkv", tuple(f"{_D}.attn.{n}" for n in qkv)),
-        Rule(f"double_blocks.*.{there}_attn.norm.query_norm", (f"{_D}.attn.{norm_q}",), leaf="scale"),
-        Rule(f"double_blocks.*.{there}_attn.norm.key_norm", (f"{_D}.attn.{norm_k}",), leaf="scale"),
-        Rule(f"double_blocks.*.{there}_attn.proj", (f"{_D}.attn.{out}",)),
-        Rule(f"double_blocks.*.{there}_mlp.0", (f"{_D}.{ff}.linear_in",)),
-        Rule(f"double_blocks.*.{there}_mlp.2", (f"{_D}.{ff}.linear_out",)),
-    )
-)
+_S, _TIME = "single_transformer_blocks.*", "time_guidance_embed"
 _REST = (
     *renames({
         "single_blocks.*.linear1": f"{_S}.attn.to_qkv_mlp_proj",
@@ -34,9 +19,8 @@ _REST = (
         "single_stream_modulation.lin": "single_stream_modulation.linear",
         "final_layer.linear": "proj_out",
     }),
-    Rule("single_blocks.*.norm.query_norm", (f"{_S}.attn.norm_q",), leaf="scale"),
-    Rule("single_blocks.*.norm.key_norm", (f"{_S}.attn.norm_k",), leaf="scale"),
+    *SINGLE_NORMS,
     Rule("final_layer.adaLN_modulation.1", ("norm_out.linear",), swap=True),
 )  # fmt: skip
 
-NAMINGS.register(Naming("flux.2", ("Flux2Transformer2DModel",), _DOUBLE + _REST))
+NAMINGS.register(Naming("flux.2", ("Flux2Transformer2DModel",), streams(("linear_in", "linear_out")) + _REST))
