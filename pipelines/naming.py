@@ -45,6 +45,8 @@ class Naming:
         rules: the first that matches counts.
         rest: what no rule names is called the same there; else a model that has such parameters is not described.
         swap_last: patterns of members here whose halves change places in the last block alone.
+        has, lacks: modules here that a model of this form holds, or does not, where a class has several forms. One of
+            no known form is not described.
     """
 
     name: str
@@ -52,6 +54,15 @@ class Naming:
     rules: tuple[Rule, ...]
     rest: bool = False
     swap_last: tuple[str, ...] = ()
+    has: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+
+    def fits(self, model: nn.Module) -> bool:
+        """Whether it describes this model."""
+        if type(model).__name__ not in self.classes:
+            return False
+        modules = {n for n, _ in model.named_modules()} if self.has or self.lacks else set()
+        return modules.issuperset(self.has) and modules.isdisjoint(self.lacks)
 
 
 NAMINGS: Registry[Naming] = Registry("naming", "dq.pipelines.names")
@@ -77,7 +88,7 @@ def entries(model: nn.Module) -> tuple[Rule, ...] | None:
     Raises:
         DQError: the model has parameters that its naming does not know, or only a part of the rows of a matrix.
     """
-    naming = next((n for n in NAMINGS if type(model).__name__ in n.classes), None)
+    naming = next((n for n in NAMINGS if n.fits(model)), None)
     if naming is None:
         return None
     here, found = stems(model), {}

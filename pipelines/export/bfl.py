@@ -37,6 +37,8 @@ def _refuse(job: Job, name: str) -> str:
     layer = job.layers[name]
     spec, acts = layer.config.weights, job.activations(name)
     kind = _kind(spec)
+    if type(job.model).__name__.startswith("UNet"):
+        return "diffusers reads no UNet in this form"
     if not_plain(layer, name):
         return not_plain(layer, name)
     if not kind:

@@ -27,6 +27,18 @@ CONFIGS = {
     "LTXVideoTransformer3DModel": [dict(num_layers=2)],
     "HunyuanVideoTransformer3DModel": [dict(num_layers=2, num_single_layers=2, guidance_embeds=True)],
 }  # fmt: skip
+_UNET = dict(norm_num_groups=8, cross_attention_dim=16, attention_head_dim=4)
+_ATTEND = ("CrossAttnUpBlock2D",) * 4
+CONFIGS["UNet2DConditionModel"] = [
+    _UNET | dict(block_out_channels=(16, 24, 32, 40)),  # Stable Diffusion 1.x: the default blocks
+    _UNET | dict(block_out_channels=(16, 24, 32, 40), use_linear_projection=True, attention_head_dim=(2, 3, 4, 5)),
+    _UNET | dict(
+        block_out_channels=(16, 24, 32), use_linear_projection=True, transformer_layers_per_block=(1, 2, 3),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), addition_embed_type="text_time",
+        addition_time_embed_dim=8, projection_class_embeddings_input_dim=64,
+    ),
+]  # fmt: skip
 CASES = [(name, config) for name, configs in CONFIGS.items() for config in configs]
 
 
@@ -71,7 +83,10 @@ def converter(name):
 def test_diffusers_reads_them(name, config):
     model = model_of(name, config)
     state = numbered(model)
-    back = converter(name)(checkpoint=original(model, state), config=dict(model.config))
+    there = original(model, state)
+    if name.startswith("UNet"):  # whose original files hold text encoder and VAE beside it
+        there = {f"model.diffusion_model.{k}": v for k, v in there.items()}
+    back = converter(name)(checkpoint=there, config=dict(model.config))
     assert set(back) == set(state)
     assert all(torch.equal(back[k].flatten(), state[k].flatten()) for k in state)
 
@@ -90,6 +105,12 @@ def test_there_and_back(name, config):
 
 def test_every_naming_is_tested():
     assert {c for n in NAMINGS for c in n.classes} == set(CONFIGS)
+
+
+@pytest.mark.parametrize("change", [dict(layers_per_block=1), dict(layers_per_block=3), dict(up_block_types=_ATTEND)])
+def test_unets_of_other_forms_have_no_names(change):
+    """The original names count blocks: for another count, or with attention elsewhere, ours would be wrong."""
+    assert entries(model_of("UNet2DConditionModel", CONFIGS["UNet2DConditionModel"][0] | change)) is None
 
 
 def test_a_model_without_names(tiny):
