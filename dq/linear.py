@@ -8,99 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from dq.execution import COMPILED, allow_tracing, run, shared, traced
+from dq.linear_config import LinearConfig
 from dq.ops import BACKENDS, Choice, LinearParams, choose_backend
 from dq.qtensor import QTensor
 from dq.registry import DQError
-from dq.spec import QuantSpec
 from dq.steps import StepContext
 from dq.transforms import TRANSFORMS, Step, apply_steps
-
-
-@dataclass(frozen=True)
-class LinearConfig:
-    """All of a quantized linear that is not a tensor; JSON-clean through `to_dict`.
-
-    Attributes:
-        weights, activations: grids; activations None means weight-only.
-        steps: (transform name, params) per input step.
-        rank: rank of the low-rank branch, 0 for none.
-        side_dtype: dtype of its factors.
-        residual: number S of residual channels; the weight is stored K + S wide, or K + 2 S if `dual`.
-        step_groups: G > 0: a static activation grid has one scale for each of G groups of denoising steps.
-    """
-
-    weights: QuantSpec
-    activations: QuantSpec | None = None
-    steps: tuple[tuple[str, dict[str, Any]], ...] = ()
-    rank: int = 0
-    side_dtype: str = "bfloat16"
-    residual: int = 0
-    dual: bool = False
-    step_groups: int = 0
-
-    @property
-    def extra(self) -> int:
-        """Columns of the stored weight beyond K."""
-        return self.residual * (1 + self.dual)
-
-    def to_dict(self) -> dict[str, Any]:
-        out: dict[str, Any] = {"weights": self.weights.to_dict()}
-        if self.activations is not None:
-            out["activations"] = self.activations.to_dict()
-        if self.steps:
-            out["steps"] = [[n, p] for n, p in self.steps]
-        if self.rank:
-            out |= {"rank": self.rank, "side_dtype": self.side_dtype}
-        if self.residual:
-            out |= {"residual": self.residual, "dual": self.dual}
-        if self.step_groups:
-            out["step_groups"] = self.step_groups
-        return out
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> LinearConfig:
-        unknown = set(data) - set(cls.__dataclass_fields__)
-        if unknown:
-            raise DQError(
-                f"unknown word {min(unknown)!r} in the description of a quantized linear; a newer dq wrote it?"
-            )
-        grids = {k: QuantSpec.from_dict(data[k]) for k in ("weights", "activations") if data.get(k) is not None}
-        steps = tuple((TRANSFORMS.get(n).name, dict(p)) for n, p in data.get("steps", ()))
-        return cls(**data | grids | {"steps": steps})
-
-    @property
-    def shifted(self) -> bool:
-        """Whether the input steps add a constant: such a layer has a bias, whatever its 16-bit original had."""
-        return any(name == "shift" for name, _ in self.steps)
-
-    @property
-    def static(self) -> bool:
-        """Whether activations are rounded at one calibrated scale instead of one per token."""
-        return self.activations is not None and self.activations.strategy == "tensor"
-
-    def tensors(self, rows: int, width: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Every buffer of a [rows, width] linear: name -> (shape, dtype). The one place that fixes names and layout."""
-        spec, wide = self.weights, width + self.extra
-        out = {
-            "qweight": ((rows, spec.fmt.packed_width(spec.padded_width(wide))), spec.fmt.storage),
-            "weight_scale": (spec.scale_shape(rows, wide), spec.scale_dtype),
-        }
-        second = spec.global_shape(rows, wide)
-        if second is not None:
-            out["weight_global_scale"] = (second, torch.float32)
-        if spec.has_zero_point:
-            out["weight_zero_point"] = (spec.scale_shape(rows, wide), torch.uint8)
-        if self.static:
-            out["input_scale"] = ((max(1, self.step_groups), 1), torch.float32)
-        if self.step_groups:
-            out["input_edges"] = ((self.step_groups - 1,), torch.float32)
-        for name, params in self.steps:
-            for key, kind in TRANSFORMS.get(name).tensors(width, params).items():
-                out[f"{name}_{key}"] = kind
-        if self.rank:
-            dtype = getattr(torch, self.side_dtype)
-            out |= {"lowrank_down": ((self.rank, width), dtype), "lowrank_up": ((rows, self.rank), dtype)}
-        return out
 
 
 class _Frozen(torch.autograd.Function):
@@ -138,14 +52,15 @@ class QuantizedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.config = in_features, out_features, config
         self.compute_dtype, self.activations_mode, self.sqnr_db, self.calls = dtype, "auto", None, 0
+        self._compiled = False
         for name, (shape, kind) in config.tensors(out_features, in_features).items():
             self.register_buffer(name, torch.empty(shape, dtype=kind, device=device))
         empty = (
             nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False) if bias else None
         )
         self.register_parameter("bias", empty)
-        self._choice: tuple[tuple, Choice] | None = None
         BACKENDS.discover()  # not in the first call: it may be a compiled one, and imports are no part of a graph
+        allow_tracing()
         self.step_context = StepContext()  # the model's own once `dq.steps.watch` has seen it
 
     @classmethod
@@ -198,30 +113,34 @@ class QuantizedLinear(nn.Linear):
         return weight
 
     @property
+    def config(self) -> LinearConfig:
+        return self._config
+
+    @config.setter
+    def config(self, config: LinearConfig) -> None:
+        self._config, self._text = config, config.text(self.out_features, self.in_features)
+        self._choice: tuple[tuple, Choice] | None = None
+
+    @property
     def qtensor(self) -> QTensor:
         """The quantized W' (views of the buffers)."""
-        shape = (self.out_features, self.in_features + self.config.extra)
-        scale2 = getattr(self, "weight_global_scale", None)
-        zero = getattr(self, "weight_zero_point", None)
-        return QTensor(self.qweight, self.weight_scale, scale2, self.config.weights, shape, zero)
+        return self._config.qtensor(self._buffers, self.out_features, self.in_features)
 
     @property
     def steps(self) -> list[Step]:
         """The input steps with their tensors."""
-        out = []
-        for name, params in self.config.steps:
-            keys = TRANSFORMS.get(name).tensors(self.in_features, params)
-            out.append(Step(name, {k: getattr(self, f"{name}_{k}") for k in keys}, params))
-        return out
+        return self._config.steps_of(self._buffers, self.in_features)
+
+    def _parts(self) -> dict[str, Tensor]:
+        """The buffers, of scales of step groups the one that applies."""
+        parts = self._buffers
+        if "input_edges" in parts:
+            parts = parts | {"input_scale": self.step_context.pick(parts["input_scale"], parts["input_edges"])}
+        return parts
 
     @property
     def params(self) -> LinearParams:
-        down, up = getattr(self, "lowrank_down", None), getattr(self, "lowrank_up", None)
-        scale = getattr(self, "input_scale", None)
-        c = self.config
-        if c.step_groups:
-            scale = self.step_context.pick(scale, self.input_edges)
-        return LinearParams(self.qtensor, c.activations, self.steps, down, up, self.bias, scale, c.residual, c.dual)
+        return self._config.params(self._parts(), self.bias, self.out_features, self.in_features)
 
     def forward(self, input: Tensor) -> Tensor:
         """input [..., K] -> [..., N] in its dtype, with the gradient of `input @ dequantized_weight()^T`. The argument
@@ -231,12 +150,15 @@ class QuantizedLinear(nn.Linear):
         return self._run(input)
 
     def _run(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            parts = self._parts()
+            object.__setattr__(self, "_compiled", True)  # as nn.Module does it, it would take a dozen guards
+            return traced(x, self.bias, self._text, self.activations_mode, tuple(parts), *parts.values())
         params = self.params
-        choice = self.choose(x.device, x.dtype, params)
-        y = choice.backend.run(x.reshape(-1, self.in_features), params)
-        if not torch.compiler.is_compiling():
-            self.calls += 1
-        return y.reshape(*x.shape[:-1], self.out_features)
+        params.shared = shared(x, id(self))
+        y = run(self.choose(x.device, x.dtype, params), x, params)
+        self.__dict__["calls"] += 1  # nn.Module's own way to set an attribute takes a tenth of the call
+        return y
 
     def choose(self, device: torch.device, dtype: torch.dtype, params: LinearParams | None = None) -> Choice:
         """The backend for inputs of this kind; decided once per (device, dtype, mode)."""
@@ -244,6 +166,13 @@ class QuantizedLinear(nn.Linear):
         if self._choice is None or self._choice[0] != key:
             self._choice = (key, choose_backend(params or self.params, device, dtype, self.activations_mode))
         return self._choice[1]
+
+    @property
+    def ran(self) -> Choice | None:
+        """What the last call was run by; of a compiled layer, what it was compiled to."""
+        if self._choice is None and self._compiled:
+            return COMPILED.get((self._text, self.activations_mode))
+        return self._choice and self._choice[1]
 
     def _transformed_weight(self) -> Tensor:
         """W' [N, K] as it is executed, float32."""
@@ -293,6 +222,7 @@ class QuantizedLinear(nn.Linear):
     def __setstate__(self, state):
         super().__setstate__(state)
         BACKENDS.discover()
+        allow_tracing()
         for name, (_, dtype) in self.config.tensors(self.out_features, self.in_features).items():
             if _is_float8(dtype) and self._buffers[name].dtype == torch.uint8:
                 self._buffers[name] = self._buffers[name].view(dtype)
@@ -353,7 +283,7 @@ def layer_info(model: nn.Module) -> list[LayerInfo]:
     """What every quantized linear of the model is, and which kernel and activation grid ran last."""
     rows = LayerTable()
     for name, m in quantized_linears(model).items():
-        c, ran = m.config, m._choice[1].backend if m._choice else None
+        c, ran = m.config, m.ran.backend if m.ran else None
         parts = [n for n, _ in c.steps] + ([f"low rank {c.rank}"] if c.rank else [])
         parts += [f"{'dual ' if c.dual else ''}residual {c.residual}"] if c.residual else []
         n, k = m.out_features, m.in_features

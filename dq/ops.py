@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ class LinearParams:
         input_scale: float32 [1, 1], the calibrated scale of a static activation grid (strategy `tensor`), or None.
         residual: S residual channels, 0 for none.
         dual: whether their weight columns have a residual too.
+        fuse: whether the call is being compiled, so that plain operators cost no passes over memory of their own.
+        shared: what other layers have already made of the same input, or None.
     """
 
     weight: QTensor
@@ -49,6 +52,8 @@ class LinearParams:
     input_scale: Tensor | None = None
     residual: int = 0
     dual: bool = False
+    fuse: bool = False
+    shared: dict[Any, Any] | None = None
 
     @property
     def width(self) -> int:
@@ -96,7 +101,7 @@ def pre_quantized(x: Tensor, params: LinearParams) -> Tensor:
     columns = [rows, residual_codes(x.reshape(rows.shape), rows, params.activations, params.residual)]
     if params.dual:
         columns.append(rows[:, -params.residual :])
-    return torch.cat(columns, 1).reshape(shape) if len(rows) else q.new_zeros(*q.shape[:-1], params.weight.shape[1])
+    return torch.cat(columns, 1).reshape(shape) if rows.shape[0] else q.new_zeros(*q.shape[:-1], params.weight.shape[1])
 
 
 def reference_qlinear(x: Tensor, params: LinearParams) -> Tensor:

@@ -391,7 +391,7 @@ def fake_quantize(x: Tensor, spec: QuantSpec, amax: Tensor | None = None) -> Ten
     if spec.has_zero_point or spec.k_segments or spec.row_segments or spec.fmt.identity:
         return encode(work, choose_scale(work, spec), spec).dequantize().reshape(x.shape)
     scales, work = choose_scale(work, spec, amax), work.to(torch.float32)
-    scale, unit = effective_scale(scales, spec), _unit(scales.global_scale, spec, slice(0, len(work)), work.shape)
+    scale, unit = effective_scale(scales, spec), _unit(scales.global_scale, spec, slice(0, work.shape[0]), work.shape)
     codes = spec.fmt.round(_scaled(to_blocks(work, spec), scale, unit, spec, dtype))
     out = from_blocks(codes * step_of(scale, unit, spec)[..., None], spec, *work.shape)
     return out[:, : x.shape[-1]].reshape(x.shape)

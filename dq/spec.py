@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dq.constants import constant
 from dq.registry import DQError, Registry, check_fields, suggest, typed
 
 STRATEGIES = ("tensor", "channel", "token", "group", "block")
@@ -114,7 +115,7 @@ class Format:
         """Storage [..., packed] -> float32 values [..., width]; the inverse of `decode` after `pack`."""
         if self.table is None:
             return self.decode(self.unpack(stored, width))
-        pairs = _pair_table(self, stored.device)[stored.to(torch.int32)]
+        pairs = constant(lambda: _pair_table(self, stored.device), stored)[stored.to(torch.int32)]
         return pairs.flatten(-2)[..., :width]
 
 

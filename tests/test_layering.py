@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 # Low to high. A module imports from lower rows and from its own folder; a new core module needs a place here.
 ROWS = (
-    ("_layout", "version"),
+    ("_layout", "version", "constants"),
     ("registry",),
     ("checks",),
     ("spec",),
@@ -19,6 +19,8 @@ ROWS = (
     ("rewrites",),
     ("target",),
     ("ops", "recipe", "replay"),
+    ("linear_config",),
+    ("execution",),
     ("linear", "plan_text"),
     ("conv",),
     ("kernels", "planning"),

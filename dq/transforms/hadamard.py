@@ -8,11 +8,13 @@ Source: Paley (1933); Goethals and Seidel (1967); the list of K0 is the one that
 
 from __future__ import annotations
 
+from functools import partial
 from math import sqrt
 
 import torch
 from torch import Tensor
 
+from dq.constants import constant
 from dq.registry import DQError
 
 # From large to small: 15360 is 60 * 256, not 12 * 1280.
@@ -74,7 +76,7 @@ def matrix(kind: str, order: int, dtype: torch.dtype = torch.float32, device: st
     found = _MATRICES.get((kind, order, dtype, device))
     if found is None:
         found = _made(kind, order, dtype, device)
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             _MATRICES[kind, order, dtype, device] = found
     return found
 
@@ -164,7 +166,7 @@ def multiply(x: Tensor, size: int, regular: bool = False, inverse: bool = False)
     """
     shape, right = x.shape, 1
     for kind, order in reversed(factors(size, regular)):
-        h = matrix(kind, order, x.dtype, str(x.device))
+        h = constant(partial(matrix, kind, order, x.dtype, str(x.device)), x)
         h = h.T if inverse else h
         count = x.numel() // (order * right)
         x = x.reshape(count, order) @ h if right == 1 else h.T @ x.reshape(count, order, right)

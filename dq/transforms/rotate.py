@@ -17,6 +17,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from dq.constants import constant
 from dq.registry import DQError
 from dq.transforms import TRANSFORMS, GroupState, Planned, Step, Transform, fake, idle_word, round_weight
 from dq.transforms.hadamard import multiply, split
@@ -42,7 +43,7 @@ def signs(width: int, seed: int, dtype: torch.dtype = torch.float32, device: str
     found = _SIGNS.get((width, seed, dtype, device))
     if found is None:
         found = _drawn(width, seed, dtype, device)
-        if not torch.compiler.is_compiling():  # as in dq.transforms.hadamard
+        if not torch.compiler.is_dynamo_compiling():  # as in dq.transforms.hadamard
             _SIGNS[width, seed, dtype, device] = found
     return found
 
@@ -58,7 +59,7 @@ def rotate(x: Tensor, size: int, kind: str = "regular", seed: int = 0, inverse: 
     """Each run of `size` elements along the last axis times H (or its inverse); the last axis must be a multiple."""
     if kind != "random":
         return multiply(x, size, kind == "regular", inverse)
-    d = signs(x.shape[-1], seed, x.dtype, str(x.device))
+    d = constant(lambda: signs(x.shape[-1], seed, x.dtype, str(x.device)), x)
     return multiply(x, size, inverse=True) * d if inverse else multiply(x * d, size)
 
 

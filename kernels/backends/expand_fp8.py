@@ -61,7 +61,7 @@ def _run(x: Tensor, params: LinearParams, faithful: bool) -> Tensor:
         return run_16bit(x, params)
     low = None if params.down is None else x.to(params.down.dtype) @ params.down.T
     grid, width = params.activations if faithful else rows.FP8, _width(params)
-    codes, scale = rows.activate(x, params.steps, grid, "e4m3", params.residual, params.dual, low, width)
+    codes, scale = rows.prepared(x, params, grid, "e4m3", low, width)
     weight, base = expand(params.weight, torch.float8_e4m3fn, params.up, width)
     return gemm.scaled_mm(codes, weight, scale, base, params.bias).to(x.dtype)
 

@@ -25,7 +25,7 @@ def _refuse(params: LinearParams, device: torch.device, dtype: torch.dtype) -> s
 def _run(x: Tensor, params: LinearParams) -> Tensor:
     """x [M, K] -> [M, N]; float32 sums, one rounding to the dtype of x."""
     weight = params.weight
-    codes, scale = rows.activate(x, params.steps, _ACTIVATIONS, "e4m3")
+    codes, scale = rows.prepared(x, params, _ACTIVATIONS, "e4m3")
     values = weight.codes[:, : weight.shape[1]]
     y = gemm.gemm(codes, values, scale, weight.scale, params.bias, 128, 128, x.dtype)
     return add_low_rank(y, x, params)

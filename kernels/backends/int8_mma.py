@@ -55,7 +55,7 @@ def _scales(scale: Tensor, length: int, groups: int) -> Tensor:
 def _run(x: Tensor, params: LinearParams) -> Tensor:
     """x [M, K] -> [M, N]; int32 sums, scaled in float32, one rounding to the dtype of x."""
     weight, group = params.weight, _group(params)
-    codes, scale = rows.activate(x, params.steps, params.activations, "int8")
+    codes, scale = rows.prepared(x, params, params.activations, "int8")
     four = layout.layout_of(weight.spec).bits == 4
     values = expand(weight, torch.int8)[0] if four else weight.codes[:, : weight.shape[1]]
     groups = -(-weight.shape[1] // group) if group else 1

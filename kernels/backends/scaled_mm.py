@@ -47,8 +47,7 @@ def _run(x: Tensor, params: LinearParams) -> Tensor:
     if params.input_scale is not None:
         codes, scale = _static(x, params)
     else:
-        residual, dual = params.residual, params.dual
-        codes, scale = rows.activate(x, params.steps, rows.FP8, "e4m3", residual, dual)
+        codes, scale = rows.prepared(x, params, rows.FP8, "e4m3")
     y = gemm.scaled_mm(codes, weight.codes, scale, weight.scale.reshape(-1), params.bias)
     return add_low_rank(y, x, params).to(x.dtype)
 

@@ -119,7 +119,7 @@ def _wide(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
 
 
 def _run(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
-    small = len(x) <= LIMIT and not _too_small(Layout(kind, group, rows), scale, x.dtype == torch.float16)
+    small = x.shape[0] <= LIMIT and not _too_small(Layout(kind, group, rows), scale, x.dtype == torch.float16)
     return (_launch if small else _wide)(x, codes, scale, unit, bias, kind, group, rows)
 
 

@@ -10,12 +10,32 @@ from torch import Tensor
 
 from dq.kernels.activation import api
 from dq.kernels.gemm.expand import two_stages
+from dq.ops import LinearParams
 from dq.qtensor import choose_scale, effective_scale, encode
 from dq.scales import ceil_log2, divide, power
 from dq.spec import QuantSpec
 from dq.transforms import Step, apply_steps
 
 FP8 = QuantSpec("fp8_e4m3", "token", dynamic=True)
+INT8 = QuantSpec("int8", "token", dynamic=True)
+_FUSED = (FP8, INT8)  # one maximum for a row, one rounding, nothing packed
+_TINY = torch.finfo(torch.float32).tiny
+_ELEMENTWISE = frozenset({"smooth", "shift"})
+
+
+def prepared(
+    x: Tensor, params: LinearParams, grid: QuantSpec, target: str, extra: Tensor | None = None, width: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """`activate` for a layer's x [M, K]; once for layers that get the same x and make the same of it."""
+    job = (x, params.steps, grid, target, params.residual, params.dual, extra, width, params.fuse)
+    if params.shared is None or extra is not None:
+        return activate(*job)
+    steps = tuple((s.name, str(s.params), *map(id, s.tensors.values())) for s in params.steps)
+    key = (steps, grid, target, params.residual, params.dual, width)
+    found = params.shared.get(key)
+    if found is None:  # with the steps: as long as they live, no other tensor has the identity of one of theirs
+        found = params.shared[key] = activate(*job), params.steps
+    return found[0]
 
 
 def activate(
@@ -27,17 +47,22 @@ def activate(
     dual: bool = False,
     extra: Tensor | None = None,
     width: int | None = None,
+    fuse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(codes [M, width], scale float32 [M, 1]; [M, G] of INT4 and FP8 in groups) of `pre(x)` for x [M, K].
 
     Args:
         steps: input steps, applied in float32.
+        fuse: the call is being compiled: plain operators where the compiler makes one kernel of them and what stands
+            before them (a norm with its modulation, an activation function).
         grid: activation grid.
         target: `e4m3`: values in E4M3, of 4-bit grids `element * block scale` rounded to it; `int8`: integer codes.
         residual, dual: S columns Q(x'_o - q_o) for the last S ones o, and q_o again, behind the K of x.
         extra: low-rank input t [M, r], appended as [T1 | T2 | T1] (see dq.kernels.gemm.expand), `e4m3` only.
         width: columns of the result, the last ones zero.
     """
+    if fuse and not residual and extra is None and grid in _FUSED and _ELEMENTWISE.issuperset(s.name for s in steps):
+        return by_torch(x, steps, grid, target, width=width)
     if not api.why_not(steps, grid, target, x.shape[1], residual):
         have = x.shape[1] + residual * (1 + dual) + (0 if extra is None else 3 * extra.shape[1])
         return api.unchecked(x, steps, grid, target, residual, dual, extra, width or have)[:2]
@@ -56,6 +81,9 @@ def by_torch(
 ) -> tuple[Tensor, Tensor]:
     """`activate` without a kernel."""
     x32 = apply_steps(x.to(torch.float32), steps)
+    if grid == INT8:
+        value, scale = _token(x32, None, 127.0)
+        return torch.round(value).clamp(-127.0, 127.0).to(torch.int8), scale
     if target == "int8" or (grid.format == "fp8_e4m3" and grid.scale_format == "fp32" and grid.group_size):
         q = encode(x32, choose_scale(x32, grid), grid)
         codes = grid.fmt.unpack_values(q.codes, grid.padded_width(x.shape[1])) if target == "int8" else q.codes
@@ -75,12 +103,12 @@ def by_torch(
     return joined.clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
 
 
-def _token(x: Tensor, extra: Tensor | None) -> tuple[Tensor, Tensor]:
-    """FP8 with one scale per token, which covers the low-rank input too."""
+def _token(x: Tensor, extra: Tensor | None, top: float = 448.0) -> tuple[Tensor, Tensor]:
+    """(x / scale, scale) with one scale per token, which covers the low-rank input too."""
     amax = x.abs().amax(1, keepdim=True)
     if extra is not None:
         amax = torch.maximum(amax, extra.to(torch.float32).abs().amax(1, keepdim=True))
-    scale = torch.where(amax > 0, divide(amax, 448.0), 1.0)
+    scale = torch.where(amax > 0, divide(amax, top).clamp(min=_TINY), 1.0)
     return x / scale, scale
 
 
