@@ -20,7 +20,7 @@ import torch
 WARMUP = 3
 
 
-def _captured(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+def captured(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
     """The call as a graph on CUDA, after a few calls that compile and settle; itself elsewhere."""
     if device.type != "cuda":
         call()
@@ -37,7 +37,7 @@ def _captured(call: Callable[[], Any], device: torch.device) -> Callable[[], Any
     return graph.replay
 
 
-def _seconds(call: Callable[[], Any], device: torch.device, repeat: int) -> list[float]:
+def seconds(call: Callable[[], Any], device: torch.device, repeat: int) -> list[float]:
     """Of each of `repeat` calls, one after the other."""
     if device.type != "cuda":
         out = []
@@ -70,16 +70,16 @@ def measure(decoder: Any, vocabulary: int, prompt: int, tokens: int, repeat: int
     device, batch = decoder.device, decoder.batch
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (batch, prompt), generator=generator).to(device)
-    ttft = statistics.median(_seconds(_captured(lambda: decoder.prompt(ids), device), device, repeat))
+    ttft = statistics.median(seconds(captured(lambda: decoder.prompt(ids), device), device, repeat))
     last, at = ids[:, -1:].clone(), torch.tensor([prompt], device=device)
 
     def step() -> None:
         last.copy_(decoder.token(last, at).argmax(-1, keepdim=True))
         at.add_(1)
 
-    replay = _captured(step, device)
+    replay = captured(step, device)
     at.fill_(prompt)
-    tpot = statistics.median(_seconds(replay, device, tokens))
+    tpot = statistics.median(seconds(replay, device, tokens))
     return {"ttft": ttft, "tpot": tpot, "prefill": batch * prompt / ttft, "decode": batch / tpot}
 
 
