@@ -19,13 +19,32 @@ def add(kinds: Any) -> list[argparse.ArgumentParser]:
     c = kinds.add_parser("calibration", help="what calibrating on some steps or one guidance branch costs")
     c.add_argument("--recipes", nargs="+", help="presets or methods that calibrate; default: a few that might care")
     c.set_defaults(run=bench_calibration)
+    s = kinds.add_parser("step", help="milliseconds of a denoising step, called, compiled and as a CUDA graph")
+    s.add_argument("--shape", default="flux.1-dev", help="flux.1-dev (random weights) or flux-tiny (for a look)")
+    s.add_argument("--recipes", nargs="+", help="data-free ones (default fp8 w4a4-int4 w4a4-nvfp4)")
+    s.add_argument("--repeat", type=int, default=10, help="timed steps, the median counts (default 10)")
+    s.add_argument("--eager", action="store_true", help="without compiling")
+    s.set_defaults(run=bench_step)
     for one in (m, c):
         one.add_argument("--outliers", action="store_true", help="with injected outlier channels")
         one.add_argument("--prompts", type=int, default=8, help="images per row (default 8)")
         one.add_argument("--records", type=int, default=128, help="denoiser calls for the model error (default 128)")
         one.add_argument("--markdown", metavar="FILE", help="also write the table as Markdown")
         one.add_argument("--resume", action="store_true", help="take over the rows that the file of --json holds")
-    return [m, c]
+    return [m, c, s]
+
+
+def bench_step(args: argparse.Namespace) -> None:
+    """`dq bench step`."""
+    from dq.eval.bench import step
+    from dq.showcase_speed import bench_step as run
+
+    check_reports(args)
+    found = run(args.shape, args.recipes, args.repeat, args.device, compiled=not args.eager, out=args.json)
+    print(f"{args.shape}, one step, medians of {args.repeat}", step.text(found["rows"]), sep="\n")
+    for row in found["rows"]:
+        for time, count, kernel in row.get("kernels", ())[:12]:
+            print(f"{row['engine']:<16} {time / 1e3:8.2f} ms {count:5d} x {kernel[:80]}")
 
 
 def bench_methods(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""`dq bench generation`: how fast a decoder of any shape answers, in 16 bits and by several recipes."""
+"""`dq bench generation` and `dq bench step`: how fast a decoder answers, a denoiser steps, in 16 bits and by recipe."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import torch
 from torch import nn
 
 from dq import checks
+from dq.eval.bench import step
 from dq.eval.bench.generation import measure
 from dq.eval.environment import describe
 from dq.linear import layer_info
 from dq.pipelines.api import quantize
-from dq.pipelines.decoding import StaticDecoder, random_decoder, shape
+from dq.pipelines.decoding import StaticDecoder, random_decoder
+from dq.pipelines.decoding import shape as decoder_shape
+from dq.pipelines.denoising import random_denoiser
 from dq.pipelines.loading import quiet_libraries
 from dq.planning import model_bytes
 from dq.recipe import Recipe
@@ -24,6 +27,7 @@ from dq.registry import DQError
 
 BASE = "bf16"
 RECIPES = (BASE, "fp8", "w4a16", "w4a4-nvfp4", "w4a4-int4")
+STEP_RECIPES = ("fp8", "w4a4-int4", "w4a4-nvfp4")
 
 
 def bench_generation(
@@ -51,7 +55,7 @@ def bench_generation(
     Raises:
         DQError: an unknown shape, recipe or device, or a recipe that calibrates, before anything runs.
     """
-    config, target, named = shape(source), checks.device(device), [r for r in recipes if r != BASE]
+    config, target, named = decoder_shape(source), checks.device(device), [r for r in recipes if r != BASE]
     for name in named:
         if Recipe.load(name).needs_calibration:
             raise DQError(f"recipe {name} needs calibration: on random weights take a data-free one")
@@ -97,3 +101,56 @@ def _row(name: str, model: nn.Module, compiled: bool, prompt: int, tokens: int, 
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return row
+
+
+def bench_step(
+    shape: str = "flux.1-dev",
+    recipes: Sequence[str] | None = None,
+    repeat: int = 10,
+    device: str | None = None,
+    *,
+    compiled: bool = True,
+    out: str | None = None,
+) -> dict[str, Any]:
+    """One JSON-clean row per recipe (`dq.eval.bench.step`), the 16-bit model first, all of the same random weights;
+    `cosine` is that of the outputs, `kernels` what took the longest on a GPU.
+
+    Args:
+        recipes: data-free ones.
+        compiled: also with compiled blocks.
+        out: a file that holds all rows so far.
+
+    Raises:
+        DQError: an unknown shape, recipe or device, or a recipe that calibrates, before anything runs.
+    """
+    target, named = checks.device(device), [r for r in recipes or STEP_RECIPES if r != BASE]
+    for name in named:
+        if Recipe.load(name).needs_calibration:
+            raise DQError(f"recipe {name} needs calibration: on random weights take a data-free one")
+    checks.whole(repeat, "repeat", 1)
+    quiet_libraries()
+    found: dict[str, Any] = {"shape": shape, "repeat": repeat, "rows": [], "environment": describe(target)}
+    reference = None
+    for name in (BASE, *named):
+        row, y = _step_row(name, shape, target, repeat, compiled)
+        reference = y if reference is None else reference
+        found["rows"].append(row | {"cosine": step.cosine(y, reference)})
+        if out is not None:
+            Path(out).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return found
+
+
+def _step_row(name: str, shape: str, device: torch.device, repeat: int, compiled: bool) -> tuple[dict[str, Any], Any]:
+    model, inputs = random_denoiser(shape, device)
+    row: dict[str, Any] = {"engine": name}
+    if name != BASE:
+        row["quantize_s"] = quantize(model, name, progress=False).seconds
+    torch.compiler.reset()
+    times, y = step.measure(model, inputs, repeat, compiled)
+    row |= {"gb": model_bytes(model) / 1e9, **times}
+    if device.type == "cuda":
+        row["kernels"] = step.breakdown(model, inputs)
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+    return row, y.cpu()

@@ -22,9 +22,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any], tuple[int, int], int]] = {
     "flux-tiny": (
         "FluxTransformer2DModel",
         dict(
-            patch_size=1, in_channels=16, num_layers=1, num_single_layers=2, attention_head_dim=32,
-            num_attention_heads=2, joint_attention_dim=64, pooled_projection_dim=64, guidance_embeds=True,
-            axes_dims_rope=(8, 12, 12),
+            patch_size=1, in_channels=16, num_layers=1, num_single_layers=2, attention_head_dim=128,
+            num_attention_heads=2, joint_attention_dim=256, pooled_projection_dim=64, guidance_embeds=True,
         ),
         (6, 6), 16,
     ),

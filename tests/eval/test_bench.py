@@ -144,3 +144,17 @@ def test_every_engine_is_a_layer():
         params = problem.layer(engine).params
         y = kernels.choose_backend(params, problem.device, torch.bfloat16).backend.run(problem.x, params)
         assert kernels.relative(y, problem.defined(params, str(params.activations or "16-bit"))) < 3e-3, engine
+
+
+def test_step(tmp_path, capsys):
+    """Random weights of a tiny FLUX: the quantized step is near the 16-bit one, every way to call it has its time."""
+    file = tmp_path / "step.json"
+    where = ["--shape", "flux-tiny", "--repeat", "1", "--device", "cpu", "--eager", "--json", str(file)]
+    assert main(["bench", "step", "--recipes", "fp8", *where]) == 0
+    base, row = json.loads(file.read_text())["rows"]
+    assert base["cosine"] == pytest.approx(1.0) and base["eager_ms"] > 0 and "compiled_ms" not in base
+    assert row["engine"] == "fp8" and row["cosine"] > 0.99
+    assert "eager_ms" in capsys.readouterr().out
+    assert main(["bench", "step", "--recipes", "int8-smooth", *where]) == 2
+    assert main(["bench", "step", "--recipes", "fp8", *where, "--shape", "flux-1"]) == 2
+    assert "flux.1-dev" in capsys.readouterr().err
