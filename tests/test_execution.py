@@ -147,6 +147,14 @@ def test_compiled_layers_are_bit_equal_and_share(native, preset):
     assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), expected)
 
 
+@torch.no_grad()
+def test_wide_inputs_keep_the_kernel(native, monkeypatch):
+    """Where a compiler would pass over a row twice, and compute twice what stands before it."""
+    monkeypatch.setattr(rows, "_WIDEST", K - 1)
+    operators = graph_of(build("fp8"), tokens())
+    assert (operators.count("dq.activate.default"), operators.count("aten.amax.default")) == (2, 0)
+
+
 @presets
 @torch.no_grad()
 def test_a_compiled_layer_is_one_call(native, preset):
