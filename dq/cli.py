@@ -1,4 +1,4 @@
-"""The command line: dq demo | plan | quantize | generate | eval | bench | export | chat | inspect | list | doctor."""
+"""The command line: dq demo | plan | quantize | correct | generate | eval | bench | export | chat | inspect | ..."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dq import commands, commands_bench, commands_chat, commands_export
+from dq import commands, commands_bench, commands_chat, commands_correct, commands_export
 from dq.registry import DQError
 from dq.version import VERSION
 
@@ -73,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.set_defaults(run=commands.quantize)
     _add_use(sub)
     _add_bench(sub)
+    commands_correct.add(sub)
     commands_export.add(sub)
     commands_chat.add(sub)
     p = sub.add_parser("inspect", help="what is in a checkpoint, ours or another tool's")

@@ -16,7 +16,7 @@ IMAGE = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 COUNTS = (
     *("steps", "height", "width", "max_sequence_length", "max_new_tokens"),
     *("count", "batch_size", "records", "min_features", "rows", "repeat", "divide"),
-    *("samples", "length", "stride", "windows"),
+    *("samples", "length", "stride", "windows", "train_steps", "batch", "micro_batch"),
 )
 
 

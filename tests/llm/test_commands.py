@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dq.cli import main
+from dq.pipelines.loading import load
 
 
 @pytest.fixture
@@ -144,3 +145,31 @@ def test_bytes_that_other_libraries_hold():
     layer, other = (torch.nn.Linear(8, 4, dtype=torch.bfloat16) for _ in range(2))
     assert held(layer.weight) == stored(layer) == 64
     assert elements(torch.nn.ModuleDict({"lm_head": layer, "proj": other})) == 32
+
+
+def test_correct(dq_, folder, texts, tmp_path):
+    """A quantized folder learns from its 16-bit one; what could not work is refused before anything is loaded."""
+    q, out = tmp_path / "q", tmp_path / "out"
+    small = ["--min-features", 16, "--device", "cpu"]
+    assert dq_("quantize", folder, "w4a4-int4", "--out", q, *small)[0] == 0
+    call = ["correct", q, "--reference", folder, "--text", texts / "calib.txt", "--length", 32, "--samples", 16]
+    call += ["--train-steps", 20, "--rate", 5e-3, "--micro-batch", 4, "--device", "cpu"]
+    status, said, err = dq_(*call, "--norms", "--out", out)
+    assert status == 0, err
+    assert "KL on held-out tokens" in said and "saved to" in said and "tokenizer" in said
+    with torch.no_grad():
+        ids = torch.arange(3, 40)[None]
+        logits = [load(str(f), torch.bfloat16, "cpu")(ids).logits for f in (q, out)]
+    assert not torch.equal(*logits)
+    for more, match in (
+        (["--out", q], "give another folder, both models stay"),
+        (["--out", folder], "give another folder, both models stay"),
+        (["--out", tmp_path / "x", "--rank", 0], "nothing is to learn"),
+        (["--out", tmp_path / "x", "--batch", 0], "--batch must be at least 1"),
+        (["--out", tmp_path / "x", "--rate", "nan"], "rate is a number above 0"),
+        (["--out", tmp_path / "x", "--layers", "up_porj"], "did you mean"),
+        (["--out", tmp_path / "x", "--reference", q], "the reference of a correction is the 16-bit model"),
+        (["--out", tmp_path / "x", "--rate", 30], "nothing was gained, so nothing is saved"),
+    ):
+        status, _, err = dq_(*call, *more)
+        assert status == 2 and match in err and not (tmp_path / "x").exists()

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import dq
-from dq.pipelines.correction import LSQ, Corrected
+from dq.linear import quantized_linears
+from dq.pipelines.corrected import LSQ, Corrected, Learned
 from dq.records import digest
 from dq.spec import QuantSpec
 
@@ -59,7 +60,7 @@ def test_the_stand_in_computes_what_the_layer_does(llm, tiny, text, recipe):
     model = quantized(llm, tiny, recipe, text)
     x = torch.randn(2, 9, 64)
     for layer in (model.model.layers[0].self_attn.q_proj, model.model.layers[1].mlp.up_proj):
-        stand_in = Corrected(layer, 4, False, torch.Generator().manual_seed(0))
+        stand_in = Corrected(layer, Learned(4), torch.Generator().manual_seed(0))
         torch.testing.assert_close(stand_in(x), layer(x), rtol=1e-4, atol=1e-4)
         stand_in.up.normal_(0, 0.05)
         done = stand_in.finished()
@@ -103,8 +104,57 @@ def test_scales_learn_where_they_can(llm, tiny, text):
     assert 1e-3 < float((new.weight_scale / old.weight_scale - 1).abs().max()) < 0.2
     assert not torch.equal(new.input_scale, old.input_scale)
     assert report.after < dq.correct(plain, llm.decoder(), text, **options).after
-    fixed = Corrected(quantized(llm, tiny, "w4a4-nvfp4", text).model.layers[0].mlp.up_proj, 2, True, torch.Generator())
+    fixed = Corrected(
+        quantized(llm, tiny, "w4a4-nvfp4", text).model.layers[0].mlp.up_proj, Learned(2, scales=True), torch.Generator()
+    )
     assert fixed.factor is None and fixed.input_scale is None
+
+
+@pytest.mark.parametrize("recipe", ["w4a4-nvfp4-arc", "w4a16-awq", "w4a4-mxfp4"])
+def test_codes_and_norms_learn_without_a_bit_more(llm, tiny, text, recipe, tmp_path):
+    """Codes at fixed scales, with zero points and residual columns too; the finished model is the one that learned."""
+    model, reference = quantized(llm, tiny, recipe, text), llm.decoder()
+    old = copy.deepcopy(model)
+    options = dict(rank=0, codes=True, norms=True, steps=40, rate=5e-3, batch=4, micro_batch=4, progress=False)
+    report = dq.correct(model, reference, text, **options)
+    assert report.changed and 0 < report.codes < 0.5 and "of the codes moved" in str(report)
+    assert report.after < 0.9 * report.before
+    for name, layer in quantized_linears(model).items():
+        was = old.get_submodule(name)
+        assert layer.config == was.config and torch.equal(layer.weight_scale, was.weight_scale)
+    assert not torch.equal(model.model.norm.weight, old.model.norm.weight)
+    held = dq.correct(model, reference, text, rank=0, norms=True, steps=1, rate=1e-9, progress=False)
+    assert held.before == pytest.approx(report.after, rel=1e-3)  # what the stand-ins measured is what the layers do
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(type(model).from_pretrained(tmp_path)(text.ids).logits, model(text.ids).logits)
+
+
+def test_records_side_by_side_are_the_same_loss(llm, tiny, text):
+    one, four = (quantized(llm, tiny, "w4a4-int4", text) for _ in range(2))
+    options = dict(rank=2, steps=3, batch=4, progress=False)
+    found = [dq.correct(m, llm.decoder(), text, micro_batch=n, **options) for m, n in ((one, 1), (four, 4))]
+    assert found[0].history == pytest.approx(found[1].history, rel=1e-4)
+    assert found[0].before == pytest.approx(found[1].before, rel=1e-4)
+
+
+def test_an_interruption_changes_nothing(llm, tiny, text):
+    class Bar:
+        def __init__(self, *args, **kwargs): ...
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *problem): ...
+        def update(self, count):
+            self.seen = getattr(self, "seen", 0) + count
+            if self.seen == 2:
+                raise KeyboardInterrupt
+
+    model = quantized(llm, tiny, "w4a4-nvfp4", text)
+    before = digest(model)
+    with pytest.raises(KeyboardInterrupt):
+        dq.correct(model, llm.decoder(), text, codes=True, norms=True, rate=1e-2, steps=5, progress=Bar)
+    assert digest(model) == before and not any(isinstance(m, Corrected) for m in model.modules())
 
 
 def test_chosen_layers_only(llm, tiny, text):
@@ -138,7 +188,9 @@ def test_a_failure_changes_nothing(llm, tiny, text):
     [
         (dict(reference=None), "its reference is a NoneType"),
         (dict(calibration=None), "a correction learns from text"),
-        (dict(rank=0), "rank must be at least 1"),
+        (dict(rank=0), "nothing is to learn"),
+        (dict(codes=1), "codes is True or False"),
+        (dict(micro_batch=0), "micro_batch must be at least 1"),
         (dict(rate=0.0), "rate is a number above 0"),
         (dict(layers=["up_porj"]), r"matches no quantized linear; did you mean"),
         (dict(layers="up_proj"), "layers takes a list of patterns"),

@@ -1,0 +1,72 @@
+"""`dq correct`: a quantized model learns to predict what the 16-bit one does."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from dq.registry import DQError
+
+
+def add(sub: Any) -> None:
+    """The subcommand and its options."""
+    p = sub.add_parser("correct", help="train a quantized language model to predict what the 16-bit one does")
+    p.add_argument("source", help="folder of a language model that dq quantized")
+    p.add_argument("--reference", required=True, help="the 16-bit model: folder, GGUF file or hub id")
+    p.add_argument("--text", metavar="FILE", required=True, help="UTF-8 text to learn from; an eighth only measures")
+    p.add_argument("--out", required=True, help="folder to save to")
+    p.add_argument("--rank", type=int, default=8, help="rank of the branch that learns, 0 for none (default 8)")
+    p.add_argument("--codes", action="store_true", help="codes of the weights learn too")
+    p.add_argument("--scales", action="store_true", help="scales learn too, where they are not in 8 bits")
+    p.add_argument("--norms", action="store_true", help="gains of norms learn too")
+    p.add_argument("--train-steps", type=int, default=200, help="of the optimizer (default 200)")
+    p.add_argument("--rate", type=float, default=1e-3, help="learning rate (default 0.001)")
+    p.add_argument("--batch", type=int, default=4, help="windows of a step (default 4)")
+    p.add_argument("--micro-batch", type=int, default=1, help="windows in one call: faster, more memory (default 1)")
+    p.add_argument("--layers", nargs="+", default=[], metavar="PATTERN", help="linears that learn (default: all)")
+    p.add_argument("--length", type=int, help="tokens of a window of the text (default 512)")
+    p.add_argument("--samples", type=int, help="windows of the text (default 128)")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (default bf16)")
+    p.add_argument("--device", help="cuda or cpu; default: a GPU if there is one")
+    p.set_defaults(run=correct)
+
+
+def correct(args: argparse.Namespace) -> None:
+    """Loads both models, trains, saves; what can be refused is refused before."""
+    from dq.checks import one_line
+    from dq.pipelines.correction import check_settings
+    from dq.pipelines.correction import correct as run
+    from dq.pipelines.loading import copy_companions, is_pipeline, load, load_tokenizer, parse_dtype, quiet_libraries
+    from dq.pipelines.text import Text, read_text
+
+    names = ("rank", "rate", "batch", "scales", "codes", "norms", "micro_batch", "seed")
+    settings = check_settings({n: getattr(args, n) for n in names} | {"steps": args.train_steps})
+    _check_places(args)
+    dtype, words = parse_dtype(args.dtype), read_text(args.text)
+    quiet_libraries()
+    tokenizer = load_tokenizer(args.reference)
+    text = Text([words], tokenizer, samples=args.samples or 128, length=args.length or 512, seed=args.seed)
+    model = load(args.source, dtype, args.device)
+    if is_pipeline(model):
+        raise DQError(f"{args.source} is a pipeline: use dq.correct(pipe, reference, dq.Prompts([...])) in Python")
+    report = run(model, load(args.reference, dtype, args.device), text, layers=args.layers, **settings)
+    print(report)
+    if not report.changed:
+        raise DQError("nothing was gained, so nothing is saved: take a smaller --rate, more --train-steps or more text")
+    with one_line(f"cannot save to {args.out}"):
+        model.save_pretrained(args.out)
+        copied = copy_companions(args.source, args.out) or copy_companions(args.reference, args.out)
+    print(f"saved to {args.out}{' with ' * bool(copied)}{', '.join(copied)}")
+
+
+def _check_places(args: argparse.Namespace) -> None:
+    from dq import checks
+    from dq.pipelines.loading import folder_of
+
+    out = checks.output_folder(args.out)
+    for name in (args.source, args.reference):
+        place = folder_of(name)
+        if place is not None and Path(out).resolve() == place.resolve():
+            raise DQError(f"--out is {name} itself: give another folder, both models stay as they are")
