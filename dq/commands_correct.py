@@ -17,7 +17,6 @@ def add(sub: Any) -> None:
     p.add_argument("--text", metavar="FILE", required=True, help="UTF-8 text to learn from; an eighth only measures")
     p.add_argument("--out", required=True, help="folder to save to")
     p.add_argument("--rank", type=int, default=8, help="rank of the branch that learns, 0 for none (default 8)")
-    p.add_argument("--codes", action="store_true", help="codes of the weights learn too")
     p.add_argument("--scales", action="store_true", help="scales learn too, where they are not in 8 bits")
     p.add_argument("--norms", action="store_true", help="gains of norms learn too")
     p.add_argument("--train-steps", type=int, default=200, help="of the optimizer (default 200)")
@@ -41,7 +40,7 @@ def correct(args: argparse.Namespace) -> None:
     from dq.pipelines.loading import copy_companions, is_pipeline, load, load_tokenizer, parse_dtype, quiet_libraries
     from dq.pipelines.text import Text, read_text
 
-    names = ("rank", "rate", "batch", "scales", "codes", "norms", "micro_batch", "seed")
+    names = ("rank", "rate", "batch", "scales", "norms", "micro_batch", "seed")
     settings = check_settings({n: getattr(args, n) for n in names} | {"steps": args.train_steps})
     _check_places(args)
     dtype, words = parse_dtype(args.dtype), read_text(args.text)

@@ -2,9 +2,8 @@
 
     y = Q_X(pre(x)) W^T + (x [L | A]^T) [U | B]^T + b      A [r, K] random, B [N, r] = 0 at the start
 
-    codes     W = Q(v) s f      v: the weight in code steps, starts on the codes; gradient of v: that of Q(v)
-    scales    f = 1 at the start, of every weight scale that is stored in 16 bits or more, or of the second level
-    inputs    of static grids by LSQ, see below
+On demand scales learn too: those of a weight at fixed codes, `s f` with f = 1 at the start, whose gradient is exact (of
+block scales in 8 bits the second level above them); and static activation scales by LSQ, see below.
 
 L, U is the branch that the layer has already; [L | A], [U | B] is stored in its place, so that checkpoints and kernels
 run the result as they run SVDQuant. Rounding of activations passes gradients straight through.
@@ -21,23 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dq.columns import code_steps
 from dq.linear import QuantizedLinear
 from dq.ops import pre_quantized
 from dq.profiles import convention
-from dq.qtensor import QTensor, encode
+from dq.qtensor import QTensor
 from dq.transforms import apply_steps
 
-MOMENTUM = 0.9  # of codes
-RATES = {"factors": 1.0, "scales": 0.1, "codes": 5.0, "norms": 0.5}  # times `rate`; of codes in code steps
+RATES = {"factors": 1.0, "scales": 0.1, "norms": 0.5}  # times `rate`
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What learns in a layer: a branch of rank `rank` (0 for none), codes, scales."""
+    """What learns in a layer: a branch of rank `rank` (0 for none), scales."""
 
     rank: int = 8
-    codes: bool = False
     scales: bool = False
 
 
@@ -58,18 +54,6 @@ class LSQ(torch.autograd.Function):
         inside = (v >= ctx.low) & (v <= ctx.top)
         scale = (grad * torch.where(inside, q - v, q)).sum() / math.sqrt(v.numel() * ctx.top)
         return grad * inside, scale.reshape(1, 1), None
-
-
-class _Rounded(torch.autograd.Function):
-    """`Q(v)` of code steps, less the zero point where there is one; the gradient passes."""
-
-    @staticmethod
-    def forward(ctx: Any, v: Tensor, zero: Tensor | None, fmt: Any) -> Tensor:
-        return fmt.round(v) if zero is None else (torch.round(v) + zero).clamp(fmt.min, fmt.max) - zero
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
 
 
 class SharedInput:
@@ -111,17 +95,12 @@ class Corrected(nn.Module):
         self.layer, self.in_features, self.out_features = layer, layer.in_features, layer.out_features
         self.shared = SharedInput(layer) if shared is None else shared
         device, spec, config = layer.qweight.device, layer.config.weights, layer.config
-        self.down = self.up = self.latent = self.factor = self.second = self.input_scale = None
-        weight = layer.qtensor.dequantize()
+        self.down = self.up = self.factor = self.second = self.input_scale = None
         if what.rank:
             start = torch.randn(what.rank, layer.in_features, generator=generator) / math.sqrt(layer.in_features)
             self.down = nn.Parameter(start.to(device))
             self.up = nn.Parameter(torch.zeros(layer.out_features, what.rank, device=device))
-        if what.codes and not spec.fmt.identity:
-            self.step, self.zero = code_steps(layer.qtensor.scales, spec, layer.qtensor.shape)
-            self.latent = nn.Parameter(weight / self.step)
-        else:
-            self.fixed = weight.to(layer.compute_dtype)
+        self.fixed = layer.qtensor.dequantize().to(layer.compute_dtype)
         parts = config.extra or spec.row_segments or spec.k_segments
         if what.scales and spec.global_scale == "tensor" and not (spec.row_segments or spec.k_segments):
             self.second = nn.Parameter(torch.ones(1, device=device))
@@ -137,14 +116,11 @@ class Corrected(nn.Module):
 
     def groups(self) -> dict[str, list[nn.Parameter]]:
         """What learns, by the kind of its learning rate."""
-        kinds = {"factors": (self.down, self.up), "codes": (self.latent,)}
-        kinds["scales"] = (self.factor, self.second, self.input_scale)
+        kinds = {"factors": (self.down, self.up), "scales": (self.factor, self.second, self.input_scale)}
         return {k: [p for p in found if p is not None] for k, found in kinds.items()}
 
     def _weight(self) -> Tensor:
-        kind = self.layer.compute_dtype
-        fmt = self.layer.config.weights.fmt
-        w = self.fixed if self.latent is None else (_Rounded.apply(self.latent, self.zero, fmt) * self.step).to(kind)
+        w = self.fixed
         if self.factor is not None:
             each = self.layer.config.weights.columns or w.shape[1]
             w = w * self.factor.repeat_interleave(each, 1)[:, : w.shape[1]].to(w)
@@ -182,14 +158,6 @@ class Corrected(nn.Module):
         return y.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
 
     @torch.no_grad()
-    def project(self) -> None:
-        """Keeps latent weights within their grid: from further out, codes would not come back."""
-        if self.latent is not None:
-            fmt = self.layer.config.weights.fmt
-            low, high = (fmt.min, fmt.max) if self.zero is None else (fmt.min - self.zero, fmt.max - self.zero)
-            self.latent.clamp_(low, high)
-
-    @torch.no_grad()
     def finished(self) -> QuantizedLinear | None:
         """The layer with what was learned; None if nothing was."""
         old, params = self.layer, self.layer.params
@@ -221,11 +189,8 @@ class Corrected(nn.Module):
         return (down, up) if params.down is None else (torch.cat([params.down, down]), torch.cat([params.up, up], 1))
 
     def _learned_weight(self, old: QTensor) -> QTensor:
-        """Codes at the scales that they learned with, then learned scales; `old` itself if neither moved."""
+        """The same codes at learned scales; `old` itself if none moved."""
         weight = old
-        if self.latent is not None:
-            weight = encode(self.latent * self.step, old.scales, old.spec)
-            weight = old if torch.equal(weight.codes.view(torch.uint8), old.codes.view(torch.uint8)) else weight
         if self.factor is not None and (self.factor != 1).any():
             scale = weight.scale.to(torch.float32) * self.factor
             weight = replace(weight, scale=scale.to(weight.scale.dtype))
@@ -249,7 +214,11 @@ class Student:
             shared = next((s for s in beside if s.serves(layer)), None)
             if shared is None:
                 beside.append(shared := SharedInput(layer))
-            self.layers[name] = Corrected(layer, what, generator, shared)
+            self.layers[name] = made = Corrected(layer, what, generator, shared)
+            if made.second is not None:  # q, k and v stay under one second level: other engines hold them as one matrix
+                level = layer.weight_global_scale
+                mates = (m for m in self.layers.values() if m.shared is shared)
+                made.second = next(m.second for m in mates if torch.equal(m.layer.weight_global_scale, level))
         self.inputs = [s for found in inputs.values() for s in found]
         self.norms = _gains(model) if norms else []
         self.before = [p.detach().clone() for p in self.norms]
@@ -270,21 +239,11 @@ class Student:
             if not self.kept:
                 p.data.copy_(old)
 
-    def optimizers(self, rate: float) -> list[torch.optim.Optimizer]:
-        """Adam; for codes momentum on gradients that are even over a matrix, not over its elements: all codes are
-        equally far from their next ones, and equal steps would move them all at once."""
+    def optimizer(self, rate: float) -> torch.optim.Optimizer:
         found = {kind: [p for m in self.layers.values() for p in m.groups().get(kind, ())] for kind in RATES}
-        self.latents, found["norms"] = found.pop("codes"), self.masters
-        groups = [{"params": ps, "lr": rate * RATES[kind]} for kind, ps in found.items() if ps]
-        made = [torch.optim.Adam(groups)] if groups else []
-        return made + ([torch.optim.SGD(self.latents, rate * RATES["codes"], MOMENTUM)] if self.latents else [])
-
-    @torch.no_grad()
-    def even(self) -> None:
-        """Divides gradients of codes by their root mean square over the matrix."""
-        for p in self.latents:
-            if p.grad is not None:
-                p.grad.div_(p.grad.square().mean().sqrt().clamp(min=1e-30))
+        found["norms"] = self.masters
+        found = {kind: list(dict.fromkeys(ps)) for kind, ps in found.items() if ps}
+        return torch.optim.Adam([{"params": ps, "lr": rate * RATES[kind]} for kind, ps in found.items()])
 
     def backward(self, loss: Tensor) -> None:
         """Gradients; those of gains go to their float32 copies, in which a small step is not lost."""
@@ -301,16 +260,11 @@ class Student:
         """After a step of the optimizer."""
         for p, master in zip(self.norms, self.masters, strict=True):
             p.copy_(master)
-        for module in self.layers.values():
-            module.project()
 
-    def finish(self) -> tuple[dict[str, nn.Module], float]:
-        """The layers that changed, and the share of codes that did; gains are kept."""
+    def finish(self) -> dict[str, nn.Module]:
+        """The layers that changed; gains are kept."""
         self.kept = True
-        done = {n: layer for n, m in self.layers.items() if (layer := m.finished()) is not None}
-        new, old = ([(x[n].qweight.view(torch.uint8)) for n in done] for x in (done, self.originals))
-        moved = sum(int((a != b).sum()) for a, b in zip(new, old, strict=True))
-        return done, moved / max(1, sum(m.qweight.view(torch.uint8).numel() for m in self.originals.values()))
+        return {n: layer for n, m in self.layers.items() if (layer := m.finished()) is not None}
 
 
 def _gains(model: nn.Module) -> list[nn.Parameter]:

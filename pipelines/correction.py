@@ -1,7 +1,7 @@
 """Quantization-aware training, light: a quantized model learns to give the 16-bit model's predictions.
 
-Beside its linears learn low-rank factors; on demand also scales, codes of weights and gains of norms, which cost no
-bits. The loss is, on a text and for a denoiser,
+Beside its linears learn low-rank factors; on demand also scales and gains of norms, which cost no bits. The loss is, on
+a text and for a denoiser,
 
     KL(16-bit model || quantized model) per token          |y_q - y|^2 / |y|^2 of the predictions for a record
 
@@ -50,7 +50,6 @@ class CorrectionReport:
         rank: by how much their branches grew.
         seconds: wall time.
         changed: False where nothing that was learned lowered the loss, and the model is as it was.
-        codes: share of the weights' codes that changed.
         measure: what the loss is.
     """
 
@@ -61,12 +60,10 @@ class CorrectionReport:
     rank: int
     seconds: float
     changed: bool = True
-    codes: float = 0.0
     measure: str = "KL on held-out tokens"
 
     def __str__(self) -> str:
         what = "" if self.changed else "; nothing was gained, the model is as it was"
-        what = f", {self.codes:.1%} of the codes moved{what}" if self.codes else what
         return (
             f"rank {self.rank} beside {len(self.layers)} linears, {len(self.history)} steps in {self.seconds:.0f} s: "
             f"{self.measure} {self.before:.4g} -> {self.after:.4g}{what}"
@@ -83,7 +80,6 @@ def correct(
     rate: float = 1e-3,
     batch: int = 4,
     scales: bool = False,
-    codes: bool = False,
     norms: bool = False,
     layers: Sequence[str] = (),
     micro_batch: int = 1,
@@ -101,7 +97,6 @@ def correct(
             how much faster or slower than factors the others learn.
         scales: weight scales (of channels or groups, in float32 or 16 bits; of NVFP4 the second level) and static
             activation scales learn too.
-        codes: the codes of the weights learn too, at fixed scales: no bits, but 12 more bytes of memory per weight.
         norms: weights and biases of norms learn too, in the model's own dtype.
         layers: patterns of the linears that learn; default: all that are quantized.
         micro_batch: records of one length that run in one call: faster, more memory.
@@ -114,9 +109,9 @@ def correct(
             not finite. The model is as it was then, as after an interruption.
     """
     start = time.perf_counter()
-    settings = {"rank": rank, "steps": steps, "rate": rate, "batch": batch, "scales": scales, "codes": codes}
+    settings = {"rank": rank, "steps": steps, "rate": rate, "batch": batch, "scales": scales}
     settings = check_settings(settings | {"norms": norms, "micro_batch": micro_batch, "seed": seed})
-    what = Learned(rank, codes, scales)
+    what = Learned(rank, scales)
     source, model, reference = _pair(model, reference)
     names = _names(model, reference, layers)
     bar = progress if callable(progress) else (tqdm if progress else _silent)
@@ -129,7 +124,7 @@ def correct(
         with bar(total=steps, desc="correct", unit="step") as ticks:
             _train(student, teacher, train, history, ticks, (settings, generator))
         after = teacher.measure(held)
-        done, share = student.finish() if after < before else ({}, 0.0)
+        done = student.finish() if after < before else {}
     for name, layer in done.items():
         model.set_submodule(name, layer)
     if student.kept:
@@ -138,7 +133,7 @@ def correct(
         model.dq_artifact = {**old, ENTRY: entry | ({"earlier": old[ENTRY]} if ENTRY in old else {})}
         attach(model)
     return CorrectionReport(
-        before, min(after, before), history, list(done), rank, time.perf_counter() - start, student.kept, share,
+        before, min(after, before), history, list(done), rank, time.perf_counter() - start, student.kept,
         teacher.kind,
     )  # fmt: skip
 
@@ -147,9 +142,9 @@ def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings; raises DQError for one of the wrong type or range."""
     for name, low in (("rank", 0), ("steps", 1), ("batch", 1), ("micro_batch", 1)):
         settings[name] = checks.whole(settings[name], name, low)
-    kinds = {n: typed(settings[n], bool, f"{n} is True or False") for n in ("scales", "codes", "norms")}
+    kinds = {n: typed(settings[n], bool, f"{n} is True or False") for n in ("scales", "norms")}
     if not any(kinds.values()) and not settings["rank"]:
-        raise DQError("rank=0 without codes, scales or norms: nothing is to learn")
+        raise DQError("rank=0 without scales or norms: nothing is to learn")
     rate = settings["rate"]
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
         raise DQError(f"rate is a number above 0, got {rate!r}")
@@ -206,10 +201,8 @@ def _records(source: Any, model: nn.Module, calibration: Any, bar: Any) -> list[
 def _train(student: Student, teacher: _Teacher, records: list[Record], history: list, ticks: Any, settings) -> None:
     settings, generator = settings
     steps, batch = settings["steps"], settings["batch"]
-    optimizers = student.optimizers(settings["rate"])
-    decays = [
-        torch.optim.lr_scheduler.LambdaLR(o, lambda i: (1 + math.cos(math.pi * i / steps)) / 2) for o in optimizers
-    ]
+    optimizer = student.optimizer(settings["rate"])
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 0.5 * (1 + math.cos(math.pi * i / steps)))
     order: list[int] = []
     for step in range(steps):
         total, picked = 0.0, []
@@ -224,11 +217,9 @@ def _train(student: Student, teacher: _Teacher, records: list[Record], history: 
         if not math.isfinite(total):
             raise DQError(f"correct: the loss is {total} at step {step}: take a smaller rate")
         history.append(total)
-        student.even()
-        for one in (*optimizers, *decays):
-            one.step()
-        for one in optimizers:
-            one.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        decay.step()
         student.moved()
         ticks.update(1)
 

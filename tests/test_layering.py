@@ -29,7 +29,7 @@ ROWS = (
     ("loop",),
     ("eval", "pipelines"),
     ("showcase", "showcase_text", "showcase_speed"),
-    ("catalogue", "commands_text", "commands_export", "commands_chat", "commands_bench"),
+    ("catalogue", "commands_text", "commands_export", "commands_chat", "commands_bench", "commands_correct"),
     ("commands",),
     ("cli", "__init__"),
 )
