@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -84,13 +85,13 @@ class DQTransformersQuantizer(HfQuantizer):
         if dtype == torch.float16:
             in_fp32 |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
         fields = self.quantization_config.fields
-        headed = False
+        part = _Part()
         if isinstance(fields.get("layers"), dict):
-            fields["layers"], headed = _layers_here(fields["layers"], model, self)
+            fields["layers"] = _layers_here(fields["layers"], model, self, part)
         prepare(model, self.quantization_config, dtype, in_fp32)
         headers = read_headers(checkpoint_files)
         if headers:
-            _check_files(model, headers, self, headed)
+            _check_files(model, headers, self, part)
         # transformers initialises weights that it did not load, module by module and from parents; ours hold no data.
         for layer in quantized_linears(model).values():
             layer.weight_marks = dict.fromkeys(MARKS, True)
@@ -182,48 +183,59 @@ def _merges_experts(conversion: Any) -> bool:
     return isinstance(conversion, WeightConverter) and any("experts" in name for name in conversion.target_patterns)
 
 
-def _own_names(names: Iterable[str], model: nn.Module, known: Callable[[str], bool], quantizer: HfQuantizer):
+@dataclass
+class _Part:
+    """How the model that is loaded lies in the one that was saved: the prefixes that its names have there, if it is a
+    part of it, and whether that one is a part of it."""
+
+    inside: set[str] = field(default_factory=set)
+    headed: bool = False
+
+
+def _own_names(
+    names: Iterable[str], model: nn.Module, known: Callable[[str], bool], quantizer: HfQuantizer, part: _Part
+) -> dict[str, str]:
     """Name of a tensor in a checkpoint -> the model's own, renamed and the base model's prefix added or dropped as the
-    loader does it; without what lies outside the part that is loaded. And whether a prefix was added."""
+    loader does it; without what lies outside the part that is loaded. `part` learns from the names."""
     prefix, renamings = f"{model.base_model_prefix}.", get_model_conversion_mapping(model, hf_quantizer=quantizer)
-    found, inside, added = {}, set(), False
+    found = {}
     for name in names:
         own = name
         for renaming in renamings if not known(name) else ():
             own = renaming.rename_source_key(own)[0]
         if not known(own):
             if known(prefix + own):
-                own, added = prefix + own, True
+                own, part.headed = prefix + own, True
             elif own.startswith(prefix) and known(own.removeprefix(prefix)):
                 own = own.removeprefix(prefix)
         if name != own and name.endswith(f".{own}"):
-            inside.add(name.removesuffix(own))
+            part.inside.add(name.removesuffix(own))
         found[name] = own
     skipped = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
 
     def outside(name: str) -> bool:
-        return (bool(inside) and not name.startswith(tuple(inside))) or any(re.search(p, name) for p in skipped)
+        return (part.inside and not name.startswith(tuple(part.inside))) or any(re.search(p, name) for p in skipped)
 
-    return {n: own for n, own in found.items() if known(own) or not outside(n)}, added
+    return {n: own for n, own in found.items() if known(own) or not outside(n)}
 
 
-def _layers_here(layers: dict[str, Any], model: nn.Module, quantizer: HfQuantizer) -> tuple[dict[str, Any], bool]:
+def _layers_here(layers: dict[str, Any], model: nn.Module, quantizer: HfQuantizer, part: _Part) -> dict[str, Any]:
     """A checkpoint's table of layers for a model of another class than the one that was saved: the base model of a
-    language model, or a base model with a head on top; and whether it is the latter."""
+    language model, or a base model with a head on top."""
     modules, stacks = {n for n, _ in model.named_modules()}, tuple(f"{n}." for n in stacked_layers(model))
 
     def known(name: str) -> bool:
         return name.removesuffix(".weight") in modules or (bool(stacks) and name.startswith(stacks))
 
-    found, added = _own_names([f"{n}.weight" for n in layers], model, known, quantizer)
-    return {own.removesuffix(".weight"): layers[n.removesuffix(".weight")] for n, own in found.items()}, added
+    found = _own_names([f"{n}.weight" for n in layers], model, known, quantizer, part)
+    return {own.removesuffix(".weight"): layers[n.removesuffix(".weight")] for n, own in found.items()}
 
 
-def _check_files(model: nn.Module, headers: dict[str, Header], quantizer: HfQuantizer, headed: bool) -> None:
+def _check_files(model: nn.Module, headers: dict[str, Header], quantizer: HfQuantizer, part: _Part) -> None:
     """`check_tensors` under the model's own names; a head on top of a base model's checkpoint is new, as the library
     says in its report."""
-    state = model.state_dict()
-    found, _ = _own_names(headers, model, state.__contains__, quantizer)
+    state, headed = model.state_dict(), part.headed
+    found = _own_names(headers, model, state.__contains__, quantizer, part)
     new = [n for n in state if headed and not n.startswith(f"{model.base_model_prefix}.")]
     check_tensors(model, {own: headers[n] for n, own in found.items()}, new)
 

@@ -92,6 +92,9 @@ def test_qwen_vl_keeps_its_vision_tower(qwen, tiny, tmp_path):
         again = type(model).from_pretrained(tmp_path)
         assert torch.equal(again(ids[:1], output_hidden_states=True).hidden_states[-1], after)
     assert type(again.lm_head) is nn.Linear
+    base = type(model.model).from_pretrained(tmp_path)  # whose names in files have changed since, beside the prefix
+    with torch.no_grad():
+        assert torch.equal(base(ids[:1]).last_hidden_state, model.model(ids[:1]).last_hidden_state)
 
 
 @pytest.mark.parametrize("kind", ["t5", "clip"])
