@@ -37,12 +37,24 @@ def _geometry(lay: Layout, groups: int, scale: int, half: bool) -> dict[str, int
     """How far a step goes, and where its scale is applied. E2M1 times its scale is exact in BF16, so many groups fit in
     a step; INT4 times a float is not, so a step is one group."""
     per_byte = 2 if lay.bits == 4 else 1
-    exact = lay.kind == "e2m1" and (scale == 1 or (scale == 2 and not half))  # E4M3, powers of two
+    exact = _exact(lay, scale, half)
     if groups == 1:
         return dict(BYTES=64, INSIDE=0, PER_STEP=False)
     if exact and lay.group <= 32:
         return dict(BYTES=64, INSIDE=lay.group // per_byte, PER_STEP=False)
     return dict(BYTES=lay.group // per_byte, INSIDE=0, PER_STEP=True)
+
+
+def _exact(lay: Layout, scale: int, half: bool) -> bool:
+    """Whether a code times its scale is a 16-bit float: E2M1 with scales in E4M3 or, of BF16, powers of two."""
+    return lay.kind == "e2m1" and (scale == 1 or (scale == 2 and not half))
+
+
+def _dtype(half: bool, on_gpu: bool) -> Any:
+    """What products are of; the interpreter has none of BF16."""
+    import triton.language as tl
+
+    return tl.float32 if not on_gpu else tl.float16 if half else tl.bfloat16
 
 
 def _too_small(lay: Layout, scale: Tensor, half: bool) -> bool:
@@ -73,23 +85,77 @@ def _plan(
     device: torch.device,
 ) -> tuple[dict[str, Any], int, int]:  # fmt: skip
     """(compile-time arguments and options, programs over K, steps of one warp)."""
-    import triton.language as tl
-
     shape = _geometry(lay, groups, scale, half)
     size = shape["BYTES"] * (2 if lay.bits == 4 else 1)
     steps = -(-k // size)
     tile, split = _blocks(m, n, steps, shape["BYTES"] < 64, device)
     each = -(-steps // (split * tile["S"] * tile["UNROLL"]))
     on_gpu = device.type == "cuda"
-    dtype = tl.float32 if not on_gpu else tl.float16 if half else tl.bfloat16
-    flags = dict(KIND=expansion.KINDS[lay.kind], SCALE=scale, UNIT=unit, BIAS=bias, dtype=dtype, ASM=on_gpu)
+    flags = dict(KIND=expansion.KINDS[lay.kind], SCALE=scale, UNIT=unit, BIAS=bias, ASM=on_gpu)
+    flags |= dict(dtype=_dtype(half, on_gpu))
     return flags | shape | tile | dict(EVEN=k == each * tile["UNROLL"] * tile["S"] * split * size), split, each
+
+
+def _one_row(x: Tensor, codes: Tensor, scale: Tensor, lay: Layout, groups: int) -> bool:
+    """Whether `row_kernel` takes this: x of one row, whole words, and scales that its products can apply."""
+    half = x.dtype == torch.float16
+    if len(x) != 1 or lay.bits != 4 or x.shape[1] % 16 or codes.data_ptr() % 8 or codes.stride(0) % 8:
+        return False
+    if lay.kind == "e2m1":
+        return _exact(lay, expansion.scale_kind(scale), half) and groups > 1
+    return groups == 1 or lay.group >= 64
+
+
+def _launch_row(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
+    from dq.kernels.gemm.jit.row import row_kernel
+
+    k, n, groups = x.shape[1], len(codes), scale.shape[1]
+    out = torch.empty(1, n, dtype=x.dtype, device=x.device)
+    constants, each = _row_plan(
+        n, k, kind, group if groups > 1 else 0, expansion.scale_kind(scale), expansion.unit_kind(unit),
+        bias is not None, x.dtype == torch.float16, x.device,
+    )  # fmt: skip
+    words, scales = codes.view(torch.int32), expansion.as_bytes(scale)
+    data = (x.contiguous(), words, scales, scales if unit is None else unit, out if bias is None else bias, out)
+    sizes = (n, k, groups, words.stride(0), rows or n, each, 1)
+    launch(row_kernel, (-(-n // constants["R"]),), (*data, *sizes), constants)
+    return out
+
+
+@lru_cache(maxsize=1024)  # of every launch
+def _row_plan(
+    n: int, k: int, kind: str, group: int, scale: int, unit: int, bias: bool, half: bool, device: torch.device
+) -> tuple[dict[str, Any], int]:
+    """(compile-time arguments and options, iterations of a warp): a few rows for many programs, as many warps along K
+    as keep the memory of every multiprocessor busy, and two steps at a time where that leaves nothing over."""
+    on_gpu = device.type == "cuda"
+    rows, warps, steps = 4, 2, -(-k // 512)
+    while warps < 8 and -(-n // rows) * warps < 24 * multiprocessors(device.index if on_gpu else None):
+        warps *= 2
+    while warps > 1 and warps > steps:
+        warps //= 2
+    unroll = 2 if steps % (2 * warps) == 0 and steps >= 4 * warps else 1
+    each = -(-steps // (warps * unroll))
+    flags = dict(KIND=expansion.KINDS[kind], SCALE=scale, UNIT=unit, BIAS=bias, dtype=_dtype(half, on_gpu), ASM=on_gpu)
+    tile = dict(EVEN=k == each * unroll * warps * 512, GROUP=group // 16, S=warps, R=rows, U=unroll)
+    return flags | tile | _habits() | dict(num_warps=warps, num_stages=1), each
+
+
+@lru_cache(maxsize=1)
+def _habits() -> dict[str, int | bool]:
+    """How this version of Triton gives out lanes and operands (see `row_kernel`), as found by compiling for each."""
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return dict(REVERSE=version >= (3, 7), NARROW=2 if version >= (3, 8) else 4)
 
 
 def _launch(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
     from dq.kernels.gemm.jit.gemv import gemv_kernel
 
     (m, k), n, groups = x.shape, len(codes), scale.shape[1]
+    if n and _one_row(x, codes, scale, Layout(kind, group, rows), groups):
+        return _launch_row(x, codes, scale, unit, bias, kind, group, rows)
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if not m or not n:
         return out

@@ -110,6 +110,29 @@ def few_rows(device: str) -> Iterator[str]:
                         yield f"weight_only {text} {n}x{k} {m} rows {dtype}: {error(y, want):.2e}"
 
 
+def one_row(device: str) -> Iterator[str]:
+    """A row of x by itself, in both orders of its loads; K of whole steps, and one that ends within a piece."""
+    shapes = ((9, 1024), (6, 592)) if device == "cpu" else ((9, 1024), (6, 592), (4096, 4096), (100, 14336))
+    for i, text in enumerate((*FOUR, "uint4/group64", "uint4/group128", "int4/group256")):
+        for j, (n, k) in enumerate(shapes):
+            if not _mine():
+                continue
+            dtype, reverse = (torch.float16, torch.bfloat16)[(i + j) % 2], i % 2 == 0
+            weight, bias, x = quantize(_random(n, k) * 0.05, QuantSpec.parse(text)), _random(n), _random(1, k).to(dtype)
+            own = dict(gemv._habits())
+            if device == "cpu":
+                gemv._habits().update(REVERSE=reverse)
+                gemv._row_plan.cache_clear()
+            want = x.double() @ weight.dequantize().double().T + bias.double()
+            lay, (codes, scale, _) = layout.layout_of(weight.spec), layout.parts(weight)
+            known = gemv._one_row(x, codes, scale, lay, scale.shape[1])
+            y = gemv.weight_only(x.to(device), _to(weight, device), bias.to(device))
+            gemv._habits().update(own)
+            level = 8e-3 if device == "cpu" and dtype == torch.bfloat16 else 3e-3
+            if (not known and text != "mxfp4") or not error(y, want) < level:
+                yield f"one row {text} {n}x{k} {dtype}: {known} {error(y, want):.2e}"
+
+
 def _to(weight, device: str):
     """A QTensor on another device."""
     parts = {n: getattr(weight, n) for n in ("codes", "scale", "global_scale", "zero_point")}
@@ -251,7 +274,7 @@ def residual_layers(device: str) -> Iterator[str]:
                 yield f"{name} with residual channels, dual {dual}: {why} {wrong:.2e}"
 
 
-PARTS = (expansions, few_rows, products, block_products, backends, residual_layers)
+PARTS = (expansions, few_rows, one_row, products, block_products, backends, residual_layers)
 
 if __name__ == "__main__":
     _SHARE[:] = [int(i) for i in sys.argv[2:4]] or [0, 1]

@@ -93,6 +93,32 @@ def test_gemv(generation, case):
             assert not re.search(r"fma\.rn\.bf16x2", text)
 
 
+@pytest.mark.parametrize(
+    ("generation", "case"),
+    [*((g, c) for g in GENERATIONS for c in ((0, 0, 4, 0), (1, 1, 1, 1))), (90, (0, 0, 8, 3)), (90, (0, 0, 0, 0))],
+)
+def test_one_row(generation, case):
+    """Nothing but the sums at the end passes between lanes or through shared memory: the compiler gave lanes, warps and
+    operands what the kernel meant for them."""
+    import triton.language as tl
+
+    from dq.kernels.gemm.gemv import _habits
+
+    kind, scale, group, unit = case
+    types = dict(x_ptr="*bf16", w_ptr="*i32", scale_ptr="*u8" if scale else "*fp16", bias_ptr="*bf16", out_ptr="*bf16")
+    types |= dict(unit_ptr="*u8" if unit == 3 else "*fp32", k="i32*16", stride="i32*16", n="i32*16", groups="i32*16")
+    constants = dict(
+        KIND=kind, SCALE=scale, UNIT=unit, BIAS=True, dtype=tl.bfloat16, ASM=True, EVEN=True, GROUP=group, S=4, R=4,
+        U=1, rows_per_scale=1, **_habits(),
+    )  # fmt: skip
+    text = _ptx("row", "row_kernel", generation, types, constants, num_warps=4, num_stages=1)
+    assert _products(text) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+    rows, warps = 4, 4
+    assert text.count("shfl.sync") <= rows * 5 + rows * 2 and text.count("bar.sync") <= 4
+    assert text.count("ld.global.v2.b32") == rows and text.count("st.shared") <= 2 * warps
+    assert not re.search(r"cvt\.rn\.bf16\.s32", text)
+
+
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("grouped", [False, True], ids=["channel", "group64"])
 def test_int8_product(generation, grouped):

@@ -233,6 +233,26 @@ def _merged(total, partial_ptr, counter_ptr, n, m, row, token, split):
     return total, last
 
 
+@triton.jit
+def stored(
+    total, row, safe, token, m, n, scale_at, unit_ptr, bias_ptr, out_ptr,
+    SCALE: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr, FOLD: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Writes sums [rows, tokens], times what applies to a whole row, plus bias. WHOLE: `scale_at` is that of rows."""
+    if WHOLE:
+        total = total * scale_value(tl.load(scale_at), SCALE)[:, None]
+    if FOLD:
+        total = total * 512.0
+    if UNIT == 1:
+        total = total * tl.load(unit_ptr)
+    elif UNIT == 2:
+        total = total * tl.load(unit_ptr + safe)[:, None]
+    if BIAS:
+        total += tl.load(bias_ptr + safe).to(tl.float32)[:, None]
+    at = out_ptr + token[None, :] * n + row[:, None]
+    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & (token < m)[None, :])
+
+
 @triton.jit(do_not_specialize=["m", "each", "split"])
 def gemv_kernel(
     x_ptr, w_ptr, scale_ptr, unit_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr,
@@ -278,15 +298,7 @@ def gemv_kernel(
     if SPLIT:
         total, last = _merged(total, partial_ptr, counter_ptr, n, m, row, token, split)
     if last:
-        if INSIDE == 0 and not PER_STEP:
-            total = total * scale_value(tl.load(scale_ptr + safe // rows_per_scale * groups), SCALE)[:, None]
-        if FOLD:
-            total = total * 512.0
-        if UNIT == 1:
-            total = total * tl.load(unit_ptr)
-        elif UNIT == 2:
-            total = total * tl.load(unit_ptr + safe)[:, None]
-        if BIAS:
-            total += tl.load(bias_ptr + safe).to(tl.float32)[:, None]
-        at = out_ptr + token[None, :] * n + row[:, None]
-        tl.store(at, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & (token < m)[None, :])
+        stored(
+            total, row, safe, token, m, n, scale_ptr + safe // rows_per_scale * groups, unit_ptr, bias_ptr, out_ptr,
+            SCALE, INSIDE == 0 and not PER_STEP, UNIT, FOLD, BIAS,
+        )  # fmt: skip
