@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dq.kernels.backends.scaled_mm import add_low_rank
+from dq.kernels.backends.scaled_mm import low_rank
 from dq.kernels.gemm import gemm, layout, rows
 from dq.kernels.library import why_not
 from dq.ops import BACKENDS, Backend, LinearParams, own_grid
@@ -27,8 +27,7 @@ def _run(x: Tensor, params: LinearParams) -> Tensor:
     weight = params.weight
     codes, scale = rows.prepared(x, params, _ACTIVATIONS, "e4m3")
     values = weight.codes[:, : weight.shape[1]]
-    y = gemm.gemm(codes, values, scale, weight.scale, params.bias, 128, 128, x.dtype)
-    return add_low_rank(y, x, params)
+    return gemm.gemm(codes, values, scale, weight.scale, params.bias, 128, 128, x.dtype, *low_rank(x, params))
 
 
 BACKENDS.register(Backend("fp8-block", 80, _refuse, _run, own_grid))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dq.kernels.backends.scaled_mm import add_low_rank
+from dq.kernels.backends.scaled_mm import low_rank
 from dq.kernels.gemm import gemm, layout, rows
 from dq.kernels.gemm.expand import expand
 from dq.kernels.library import why_not
@@ -60,7 +60,7 @@ def _run(x: Tensor, params: LinearParams) -> Tensor:
     values = expand(weight, torch.int8)[0] if four else weight.codes[:, : weight.shape[1]]
     groups = -(-weight.shape[1] // group) if group else 1
     sa, sb = _scales(scale, x.shape[0], groups), _scales(weight.scale, len(values), groups)
-    return add_low_rank(gemm.gemm(codes, values, sa, sb, params.bias, group, 1, x.dtype), x, params)
+    return gemm.gemm(codes, values, sa, sb, params.bias, group, 1, x.dtype, *low_rank(x, params))
 
 
 BACKENDS.register(Backend("int8-mma", 70, _refuse, _run, own_grid))

@@ -48,16 +48,21 @@ def _run(x: Tensor, params: LinearParams) -> Tensor:
         codes, scale = _static(x, params)
     else:
         codes, scale = rows.prepared(x, params, rows.FP8, "e4m3")
-    y = gemm.scaled_mm(codes, weight.codes, scale, weight.scale.reshape(-1), params.bias)
-    return add_low_rank(y, x, params).to(x.dtype)
+    factors = low_rank(x, params)
+    return gemm.scaled_mm(codes, weight.codes, scale, weight.scale.reshape(-1), params.bias, *factors).to(x.dtype)
+
+
+def low_rank(x: Tensor, params: LinearParams) -> tuple[Tensor | None, Tensor | None]:
+    """(x @ down^T, up), the branch's two factors as a product adds them before it rounds; (None, None) without one."""
+    if params.down is None:
+        return None, None
+    return x.to(params.down.dtype) @ params.down.T, params.up.to(params.down.dtype)
 
 
 def add_low_rank(y: Tensor, x: Tensor, params: LinearParams) -> Tensor:
-    """`y + (x @ down^T) @ up^T` for y [M, N]; in one pass over y."""
-    if params.down is None:
-        return y
-    low = x.to(params.down.dtype) @ params.down.T
-    return torch.addmm(y, low.to(y.dtype), params.up.T.to(y.dtype))
+    """`y + (x @ down^T) @ up^T` for y [M, N], in one pass over y; for products that cannot add it before they round."""
+    low, up = low_rank(x, params)
+    return y if low is None else torch.addmm(y, low.to(y.dtype), up.T.to(y.dtype))
 
 
 BACKENDS.register(Backend("cublaslt-fp8", 100, _refuse, _run, own_grid))

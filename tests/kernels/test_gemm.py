@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dq.kernels.gemm import expand, gemm, gemv, layout, rows
+from dq.linear import QuantizedLinear
 from dq.ops import BACKENDS, choose_backend
 from dq.qtensor import quantize
 from dq.recipe import Recipe
@@ -125,7 +126,7 @@ def _arguments() -> dict[str, tuple]:
     return {
         "expand": (codes, scale, unit, torch.randn(16, 4), lay.kind, lay.group, lay.rows, 64, 80, E4M3),
         "weight_only": (x, codes, scale, unit, None, lay.kind, lay.group, lay.rows),
-        "gemm8": (a, b, torch.rand(3, 1), torch.rand(16, 1), None, 0, 1, torch.bfloat16),
+        "gemm8": (a, b, torch.rand(3, 1), torch.rand(16, 1), None, None, None, 0, 1, torch.bfloat16),
         "block_scaled": (*acts, nv.codes, nv.scale, nv.global_scale, None, "e2m1", 16, torch.bfloat16),
     }
 
@@ -164,6 +165,25 @@ def test_few_and_many_rows_agree():
     q = quantize(torch.randn(48, 128), QuantSpec.parse("int4/group64"))
     x = torch.randn(gemv.LIMIT + 1, 128).to(torch.float16)
     assert gemm_cases.error(gemv.weight_only(x, q)[:-1], gemv.weight_only(x[:-1], q)) < 1e-3
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["cublaslt-fp8", "int8-mma", "fp8-block", "expand-fp8"])
+def test_a_small_branch_is_kept(name, device):
+    """A low-rank branch of 1e-4 of the weight, as a fused LoRA may be: what a layer gives with it less what it gives
+    without it, projected on what it should be. Added to a BF16 result, a fifth of it would be left."""
+    weights, grid = LAYERS[name]
+    g = torch.Generator().manual_seed(0)
+    w, x = torch.randn(512, 256, generator=g) * 0.05, torch.randn(200, 256, generator=g).bfloat16()
+    down, up = torch.randn(4, 256, generator=g).bfloat16() * 0.05, torch.randn(512, 4, generator=g).bfloat16() * 5e-5
+    want, y = (x.double() @ down.double().T) @ up.double().T, []
+    for side in (None, (down, up)):
+        layer = QuantizedLinear.build(
+            quantize(w, QuantSpec.parse(weights)), activations=QuantSpec.parse(grid), side=side
+        ).to(device)
+        y.append(BACKENDS.get(name).run(x.to(device), layer.params).cpu().double())
+    kept = float(((y[1] - y[0]) * want).sum() / want.square().sum())
+    assert 0.8 < kept < 1.2, kept
 
 
 def test_products_of_nothing():

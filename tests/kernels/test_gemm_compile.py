@@ -124,17 +124,29 @@ def test_one_row(generation, case):
 def test_int8_product(generation, grouped):
     types = dict(a_ptr="*i8", b_ptr="*i8", sa_ptr="*fp32", sb_ptr="*fp32", bias_ptr="*bf16", out_ptr="*bf16")
     types |= dict(n="i32*16", k="i32*16")
+    import triton.language as tl
+
+    types |= dict(low_ptr="*bf16", up_ptr="*bf16")
     constants = dict(INTEGER=True, GROUPED=grouped, BLOCK=False, BIAS=True, EVEN=True, BM=128, BN=128, BK=64, BAND=8)
+    constants |= dict(LOW=False, dtype=tl.bfloat16)
     found = _products(_ptx("gemm", "gemm_kernel", generation, types, constants, num_warps=8, num_stages=3))
     wanted = {90: ("wgmma.mma_async", "s32.s8.s8"), 100: ("", "8")}.get(generation, ("mma.sync", "s32.s8.s8.s32"))
     assert found and all(wanted[0] in name and wanted[1] in name for name in found), found
+    if not grouped:  # a low-rank branch is a 16-bit product more
+        constants |= dict(LOW=True)
+        more = _products(_ptx("gemm", "gemm_kernel", generation, types, constants, num_warps=8, num_stages=3)) - found
+        assert more and all("bf16" in name or "f16" in name for name in more), more
 
 
 @pytest.mark.parametrize("generation", GENERATIONS[1:])
 def test_fp8_block_product(generation):
     types = dict(a_ptr="*fp8e4nv", b_ptr="*fp8e4nv", sa_ptr="*fp32", sb_ptr="*fp32", bias_ptr="*bf16", out_ptr="*bf16")
     types |= dict(n="i32*16", k="i32*16")
+    import triton.language as tl
+
+    types |= dict(low_ptr="*bf16", up_ptr="*bf16")
     constants = dict(INTEGER=False, GROUPED=True, BLOCK=True, BIAS=True, EVEN=True, BM=64, BN=128, BK=128, BAND=8)
+    constants |= dict(LOW=False, dtype=tl.bfloat16)
     found = _products(_ptx("gemm", "gemm_kernel", generation, types, constants, num_warps=8, num_stages=3))
     assert found and all("e4m3" in name or "f8f6f4" in name for name in found)
 

@@ -15,18 +15,36 @@ def _tile(n, m, BM: tl.constexpr, BN: tl.constexpr, BAND: tl.constexpr):
     return band * BAND + inner % size, inner // size
 
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit
+def _low_rank(result, low_ptr, up_ptr, row, column, m, n, rank, dtype: tl.constexpr):
+    """result + low up^T, 32 ranks at a time."""
+    for step in range(tl.cdiv(rank, 32)):
+        at = step * 32 + tl.arange(0, 32)
+        low = tl.load(
+            low_ptr + (row % m).to(tl.int64)[:, None] * rank + at[None, :], mask=(at < rank)[None, :], other=0
+        )
+        up = tl.load(
+            up_ptr + (column % n).to(tl.int64)[None, :] * rank + at[:, None], mask=(at < rank)[:, None], other=0
+        )
+        result = tl.dot(low.to(dtype), up.to(dtype), result)
+    return result
+
+
+@triton.jit(do_not_specialize=["m", "rank"])
 def gemm_kernel(
-    a_ptr, b_ptr, sa_ptr, sb_ptr, bias_ptr, out_ptr,
-    m, n, k, groups, rows_per_scale,
+    a_ptr, b_ptr, sa_ptr, sb_ptr, bias_ptr, low_ptr, up_ptr, out_ptr,
+    m, n, k, groups, rows_per_scale, rank,
+    LOW: tl.constexpr, dtype: tl.constexpr,
     INTEGER: tl.constexpr, GROUPED: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """out[m, n] = sum_g sa[m, g] sb[n, g] sum_{k in g} a[m, k] b[n, k] + bias[n], one BM x BN tile a program.
+    """out[m, n] = sum_g sa[m, g] sb[n, g] sum_{k in g} a[m, k] b[n, k] + sum_r low[m, r] up[n, r] + bias[n], one
+    BM x BN tile a program; rounded once.
 
     Args:
         a_ptr, b_ptr: int8 or E4M3, [M, K] and [N, K].
         sa_ptr, sb_ptr: float32 [M, groups] and [ceil(N / rows_per_scale), groups]; groups = 1 unless GROUPED.
+        low_ptr, up_ptr: [M, rank] and [N, rank] in 16 bits (LOW), multiplied as `dtype`.
         GROUPED: a scale per BK columns, applied to each partial sum; else once at the end.
         BLOCK: the BN columns of a tile share their scale: rows_per_scale is a multiple of BN (with GROUPED).
         EVEN: K is a multiple of BK.
@@ -61,6 +79,8 @@ def gemm_kernel(
     result = total.to(tl.float32)
     if not GROUPED:
         result = result * (tl.load(sa_at)[:, None] * tl.load(sb_at)[None, :])
+    if LOW:
+        result = _low_rank(result, low_ptr, up_ptr, row, column, m, n, rank, dtype)
     inside = (row < m)[:, None] & (column < n)[None, :]
     if BIAS:
         result += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
