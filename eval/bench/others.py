@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dq.kernels.gemm import layout
+from dq.qtensor import quantize
+from dq.spec import QuantSpec
+
 # (name, unit of the ceilings, bytes of a weight, calls over copies of the weight, whether they give the layer's result)
 Line = tuple[str, str, int, list[Callable[[], Tensor]], bool]
 
@@ -89,10 +93,13 @@ def _installed(p: Any) -> Iterator[tuple[str, str, int, Callable[[], Callable[[T
 
 
 def _torchao(p: Any, ao: Any) -> Iterator[tuple[str, str, int, Callable[[], Callable[[Tensor], Tensor]]]]:
+    torch._dynamo.reset()  # one compiled call for all copies of a weight; what other shapes compiled is not needed
+    compiled = torch.compile(torch.nn.functional.linear, dynamic=False)
+
     def make(config: Any) -> Callable[[Tensor], Tensor]:
         box = torch.nn.Sequential(_linear(p))
         ao.quantize_(box, config)
-        return torch.compile(box[0], dynamic=False)
+        return lambda x: compiled(x, box[0].weight, box[0].bias)
 
     if p.m > 16:
         fp8 = ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())
@@ -106,7 +113,17 @@ def _gemlite(p: Any, helper: Any) -> Iterator[tuple[str, str, int, Callable[[], 
     def make(name: str) -> Callable[[Tensor], Tensor]:
         return getattr(helper, name)(device=str(p.device), dtype=torch.bfloat16).from_linear(_linear(p))
 
+    def four(group: int) -> Callable[[Tensor], Tensor]:
+        """INT4 as dq quantizes it, with 8 as zero point."""
+        q = quantize(p.weight.to(torch.float32), QuantSpec("int4", "group", group))
+        codes = (layout.values(q.codes, "int4", p.k) + 8).to(torch.uint8)
+        scale = q.scale.to(torch.bfloat16)
+        whole = helper.A16Wn(device=str(p.device), dtype=torch.bfloat16)
+        return whole.from_weights(codes, scale, torch.full_like(scale, 8.0), 4, group, p.bias)
+
     if p.m > 16:
         yield "gemlite INT8 dynamic", "int8", p.n * p.k, lambda: make("A8W8_int8_dynamic")
-    else:
-        yield "gemlite INT8 weights", "bf16", p.n * p.k, lambda: make("A16W8_INT8")
+        return
+    for group in (64, 128):
+        yield f"gemlite INT4 g{group}", "bf16", p.n * p.k // 2, lambda group=group: four(group)
+    yield "gemlite INT8 weights", "bf16", p.n * p.k, lambda: make("A16W8_INT8")

@@ -129,8 +129,8 @@ def _row_plan(
     """(compile-time arguments and options, iterations of a warp): a few rows for many programs, as many warps along K
     as keep the memory of every multiprocessor busy, and two steps at a time where that leaves nothing over."""
     on_gpu = device.type == "cuda"
-    rows, warps, steps = 4, 2, -(-k // 512)
-    while warps < 8 and -(-n // rows) * warps < 24 * multiprocessors(device.index if on_gpu else None):
+    rows, warps, steps = 4, 1, -(-k // 512)
+    while warps < 8 and -(-n // rows) * warps < 20 * multiprocessors(device.index if on_gpu else None):
         warps *= 2
     while warps > 1 and warps > steps:
         warps //= 2

@@ -168,7 +168,7 @@ def test_few_and_many_rows_agree():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", ["cublaslt-fp8", "int8-mma", "fp8-block", "expand-fp8"])
+@pytest.mark.parametrize("name", ["cublaslt-fp8", "int8-mma", "fp8-block"])
 def test_a_small_branch_is_kept(name, device):
     """A low-rank branch of 1e-4 of the weight, as a fused LoRA may be: what a layer gives with it less what it gives
     without it, projected on what it should be. Added to a BF16 result, a fifth of it would be left."""

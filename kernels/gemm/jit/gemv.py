@@ -234,23 +234,22 @@ def _merged(total, partial_ptr, counter_ptr, n, m, row, token, split):
 
 
 @triton.jit
-def stored(
-    total, row, safe, token, m, n, scale_at, unit_ptr, bias_ptr, out_ptr,
+def of_row(
+    scale_at, unit_ptr, bias_ptr, safe,
     SCALE: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr, FOLD: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Writes sums [rows, tokens], times what applies to a whole row, plus bias. WHOLE: `scale_at` is that of rows."""
+    """(factor, bias), float32, of each of the rows `safe`. WHOLE: `scale_at` is the scale of whole rows."""
+    factor = tl.full(safe.shape, 512.0 if FOLD else 1.0, tl.float32)
+    bias = tl.zeros(safe.shape, tl.float32)
     if WHOLE:
-        total = total * scale_value(tl.load(scale_at), SCALE)[:, None]
-    if FOLD:
-        total = total * 512.0
+        factor = factor * scale_value(tl.load(scale_at), SCALE)
     if UNIT == 1:
-        total = total * tl.load(unit_ptr)
+        factor = factor * tl.load(unit_ptr)
     elif UNIT == 2:
-        total = total * tl.load(unit_ptr + safe)[:, None]
+        factor = factor * tl.load(unit_ptr + safe)
     if BIAS:
-        total += tl.load(bias_ptr + safe).to(tl.float32)[:, None]
-    at = out_ptr + token[None, :] * n + row[:, None]
-    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & (token < m)[None, :])
+        bias = tl.load(bias_ptr + safe).to(tl.float32)
+    return factor, bias
 
 
 @triton.jit(do_not_specialize=["m", "each", "split"])
@@ -298,7 +297,10 @@ def gemv_kernel(
     if SPLIT:
         total, last = _merged(total, partial_ptr, counter_ptr, n, m, row, token, split)
     if last:
-        stored(
-            total, row, safe, token, m, n, scale_ptr + safe // rows_per_scale * groups, unit_ptr, bias_ptr, out_ptr,
+        factor, bias = of_row(
+            scale_ptr + safe // rows_per_scale * groups, unit_ptr, bias_ptr, safe,
             SCALE, INSIDE == 0 and not PER_STEP, UNIT, FOLD, BIAS,
         )  # fmt: skip
+        total = total * factor[:, None] + bias[:, None]
+        at = out_ptr + token[None, :] * n + row[:, None]
+        tl.store(at, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & (token < m)[None, :])

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from dq.kernels.gemm.jit.decode import E2M1, SMALL_FLOAT, nibble, scale_value
-from dq.kernels.gemm.jit.gemv import stored
+from dq.kernels.gemm.jit.gemv import of_row
 
 PIECE = tl.constexpr(64)  # columns: four lanes with two words of eight codes
 _OUT = "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r"
@@ -210,6 +210,8 @@ def row_kernel(
     none = tl.zeros((1,), tl.int32)
     two, eight = tl.arange(0, 2), tl.arange(0, 8)
     first = safe // rows_per_scale * groups
+    # Ahead of the loop, which hides how long they take.
+    factor, bias = of_row(scale_ptr + first, unit_ptr, bias_ptr, safe, SCALE, GROUP == 0, UNIT, FOLD, BIAS)
     total = tl.zeros((S, R * 8, 8), tl.float32)
     for i in range(each):
         words, xs, scales, zeros = (), (), (), ()
@@ -232,8 +234,4 @@ def row_kernel(
     diagonal = tl.arange(0, 8)[:, None] == tl.arange(0, 8)[None, :]
     total = tl.where(diagonal[None, None, :, :], total, 0.0)
     total = tl.sum(tl.sum(tl.sum(total, axis=3), axis=2), axis=0)
-    scale_at = scale_ptr + safe // rows_per_scale * groups
-    stored(
-        total[:, None], row, safe, tl.arange(0, 1), 1, n, scale_at, unit_ptr, bias_ptr, out_ptr,
-        SCALE, GROUP == 0, UNIT, FOLD, BIAS,
-    )  # fmt: skip
+    tl.store(out_ptr + row, (total * factor + bias).to(out_ptr.dtype.element_ty), mask=row < n)
