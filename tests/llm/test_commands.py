@@ -173,3 +173,5 @@ def test_correct(dq_, folder, texts, tmp_path):
     ):
         status, _, err = dq_(*call, *more)
         assert status == 2 and match in err and not (tmp_path / "x").exists()
+    status, _, err = dq_("correct", folder, *call[2:], "--out", tmp_path / "x")
+    assert status == 2 and "is quantized: dq.quantize it first" in err

@@ -202,6 +202,8 @@ def test_a_failure_changes_nothing(llm, tiny, text):
     [
         (dict(reference=None), "its reference is a NoneType"),
         (dict(calibration=None), "a correction learns from text"),
+        (dict(calibration=[]), "calibration is empty"),
+        (dict(calibration=[dict(inputs_embeds=torch.full((1, 4, 64), torch.nan))] * 2), "record 0 holds NaN or Inf"),
         (dict(rank=0), "nothing is to learn"),
         (dict(norms=1), "norms is True or False"),
         (dict(micro_batch=0), "micro_batch must be at least 1"),
@@ -224,6 +226,10 @@ def test_models_that_are_refused(llm, tiny, text):
         dq.correct(llm.decoder(), llm.decoder(), text)
     with pytest.raises(dq.DQError, match="the reference of a correction is the 16-bit model"):
         dq.correct(model, model, text)
+    broken = llm.decoder()
+    broken.model.norm.weight.data[0] = torch.nan
+    with pytest.raises(dq.DQError, match="of its reference hold NaN or Inf"):
+        dq.correct(model, broken, text, progress=False)
 
 
 def test_experts_are_corrected_too(llm, tiny, text, tmp_path):
