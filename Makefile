@@ -1,8 +1,10 @@
 # `make test` and `make demo` each set up a fresh machine and do their job; run again they start in seconds.
-# PYTHON chooses the interpreter of a new venv (3.11 or later), VENV its place, ARGS goes to pytest or to `dq demo`.
+# PYTHON chooses the interpreter of a new venv (3.11 or later), VENV its place, ARGS goes to pytest or to `dq demo`, JOBS is the
+# number of pytest's processes (0: this one).
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+JOBS ?= logical
 PY := $(VENV)/bin/python
 DEMO_STAMP := $(VENV)/.installed-demo
 TEST_STAMP := $(VENV)/.installed-test
@@ -30,7 +32,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 
 # The suite includes ruff, the layering, the size and the packaging tests; no test reaches a network.
 test: $(TEST_STAMP)
-	HF_HUB_OFFLINE=1 $(PY) -m pytest $(ARGS)
+	HF_HUB_OFFLINE=1 $(PY) -m pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile $(ARGS)
 
 demo: $(DEMO_STAMP)
 	$(PY) -m dq.cli demo --out report.html $(ARGS)
