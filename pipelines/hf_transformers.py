@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.base import HfQuantizer
@@ -129,7 +130,7 @@ class DQTransformersQuantizer(HfQuantizer):
         for layer in quantized_linears(model).values():
             layer.__dict__.pop("weight_marks", None)
         finish_model(model)
-        self.quantization_config.follow(model)
+        _share(model.config, self.quantization_config.follow(model))
         return model
 
     def param_needs_quantization(self, model, param_name, **kwargs) -> bool:
@@ -245,10 +246,19 @@ def attach(model: nn.Module) -> None:
     release_gguf(model)
     note_origin(model)
     config = DQTransformersConfig(**config_fields(model)).follow(model)
-    model.config.quantization_config = config
+    _share(model.config, config)
     model.hf_quantizer = DQTransformersQuantizer(config, pre_quantized=True)
     model.is_quantized, model.quantization_method = True, DQMethod.DQ
     allow_casts(model)
+
+
+def _share(config: Any, quantization_config: DQTransformersConfig) -> None:
+    """Names the quantization in a model's configuration and in those within it: a part of the model that is loaded by
+    itself (CLIP's text encoder) is given its own alone, and would start from random weights without."""
+    config.quantization_config = quantization_config
+    for name in getattr(config, "sub_configs", {}):
+        if isinstance(getattr(config, name, None), PretrainedConfig):
+            _share(getattr(config, name), quantization_config)
 
 
 def release_gguf(model: nn.Module) -> None:

@@ -89,3 +89,25 @@ def test_a_text_encoder_within_one_with_a_projection(tiny, tmp_path):
     again = CLIPTextModelWithProjection.from_pretrained(tmp_path / "inner")
     with torch.no_grad():
         assert torch.equal(again(IDS).last_hidden_state, wide(IDS).last_hidden_state)
+
+
+def test_a_part_with_a_configuration_of_its_own(tiny, tmp_path):
+    """CLIP's text encoder out of a quantized CLIP: the library hands it the inner configuration alone, and without a
+    quantization in it random weights would take the place of the quantized ones."""
+    from transformers import CLIPConfig, CLIPModel, CLIPTextModel, CLIPVisionModel
+
+    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=2)
+    text = dict(sizes, vocab_size=128, max_position_embeddings=32, bos_token_id=0, eos_token_id=2)
+    config = CLIPConfig(text_config=text, vision_config=dict(sizes, image_size=32, patch_size=16), projection_dim=64)
+    model = CLIPModel(config).eval()
+    dq.quantize(model, tiny.recipe("int8"), progress=False)
+    want = model.text_model(IDS).last_hidden_state
+    model.save_pretrained(tmp_path / "whole")
+    CLIPModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "again")
+    for folder in ("whole", "again"):
+        part = CLIPTextModel.from_pretrained(tmp_path / folder)
+        assert torch.equal(part(IDS).last_hidden_state, want)
+        assert len(quantized_linears(part)) == 12
+    assert len(quantized_linears(CLIPVisionModel.from_pretrained(tmp_path / "again"))) == 12
+    part.save_pretrained(tmp_path / "part")
+    assert torch.equal(CLIPTextModel.from_pretrained(tmp_path / "part")(IDS).last_hidden_state, want)
