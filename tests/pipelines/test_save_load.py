@@ -53,6 +53,10 @@ save_file({k: v.contiguous() for k, v in out.items()}, sys.argv[2])
 """
 
 
+# One fixture quantizes and saves everything; whichever test comes first waits for it.
+pytestmark = pytest.mark.timeout(1800)
+
+
 @dataclass
 class Saved:
     """One saved model: where it is, what it gave before, what was promised."""
