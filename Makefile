@@ -10,7 +10,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 TEST_STAMP := $(VENV)/.installed-test
 
 EXTRAS_demo := eval
-EXTRAS_test := eval,lora,interop,dev
+EXTRAS_test := eval,lora,interop,export,dev
 
 .PHONY: help install test demo lint format clean
 .DEFAULT_GOAL := help

@@ -245,7 +245,8 @@ def _keep_dtype(fn, tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One row about one quantized linear, for reports; `backend` and `grid` are what ran last ("" before any call)."""
+    """One row about one quantized linear, for reports; `backend` and `grid` are what ran last ("" before any call);
+    `in_torch` says why plain torch prepared the input for that kernel, "" if it did not."""
 
     name: str
     shape: tuple[int, int]
@@ -258,6 +259,7 @@ class LayerInfo:
     grid: str
     calls: int
     sqnr_db: float | None
+    in_torch: str = ""
 
 
 class LayerTable(list):
@@ -267,6 +269,7 @@ class LayerTable(list):
         rows = [("layer", "N x K", "weights", "activations", "transforms", "ran", "SQNR")]
         for x in self:
             ran = f"{x.backend} {x.grid} x{x.calls}" if x.calls else "-"
+            ran += f" (input by torch: {x.in_torch})" if x.in_torch else ""
             sqnr = "-" if x.sqnr_db is None else f"{x.sqnr_db:.1f} dB"
             size = "{} x {}".format(*x.shape)
             rows.append((x.name, size, x.weights, x.activations or "16-bit", x.transforms or "-", ran, sqnr))
@@ -290,8 +293,6 @@ def layer_info(model: nn.Module) -> list[LayerInfo]:
         nbytes = sum(t.numel() * t.element_size() for t in m._buffers.values())
         backend, grid = (ran.name, ran.grid(m.params)) if ran else ("", "")
         act = None if c.activations is None else str(c.activations)
-        sizes = (nbytes, 2 * n * k)
-        rows.append(
-            LayerInfo(name, (n, k), str(c.weights), act, ", ".join(parts), *sizes, backend, grid, m.calls, m.sqnr_db)
-        )
+        what = (name, (n, k), str(c.weights), act, ", ".join(parts), nbytes, 2 * n * k)
+        rows.append(LayerInfo(*what, backend, grid, m.calls, m.sqnr_db, ran.in_torch(m.params) if ran else ""))
     return rows

@@ -73,6 +73,7 @@ class Backend:
         grid: `(params) -> name` of the activation grid that this backend really applies.
         faithful: whether that grid is always the recipe's own.
         available: `() -> reason` why it cannot run on this machine at all, "" if it can.
+        in_torch: `(params) -> reason` why plain torch, not a kernel, prepares the input, "" if that is not so.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Backend:
     grid: Callable[[LinearParams], str]
     faithful: bool = True
     available: Callable[[], str] = lambda: ""
+    in_torch: Callable[[LinearParams], str] = lambda params: ""
 
 
 BACKENDS: Registry[Backend] = Registry("backend", "dq.kernels.backends")

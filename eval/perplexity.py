@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,7 @@ class TextResult:
     scores: dict[str, dict[str, TextScore]]
     settings: dict[str, Any]
     environment: dict[str, Any] = field(default_factory=dict)
+    kernels: dict[str, dict[str, int]] = field(default_factory=dict)  # candidate -> kernel and grid -> layers
 
     def __getitem__(self, name: str) -> dict[str, TextScore]:
         if name not in self.scores:
@@ -69,16 +71,21 @@ class TextResult:
         lines = [["candidate", *names]]
         lines += [[n, *(str(row[k]) if k in row else "-" for k in names)] for n, row in self.scores.items()]
         wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, line, wide)).rstrip() for line in lines)
+        text = ["  ".join(map(str.ljust, line, wide)).rstrip() for line in lines]
+        for name, ran in self.kernels.items():
+            text += [f"{name}: " + "; ".join(f"{count} layers on {kernel}" for kernel, count in ran.items())]
+        return "\n".join(text)
 
     def beside(self, other: TextResult) -> TextResult:
         """Both results of the same candidates as one."""
         names = list(dict.fromkeys([*self.scores, *other.scores]))
         scores = {n: self.scores.get(n, {}) | other.scores.get(n, {}) for n in names}
-        return TextResult(scores, self.settings | other.settings, self.environment or other.environment)
+        environment = self.environment or other.environment
+        return TextResult(scores, self.settings | other.settings, environment, self.kernels | other.kernels)
 
     def to_dict(self) -> dict[str, Any]:
-        return clean({"scores": self.scores, "settings": self.settings, "environment": self.environment})
+        names = ("scores", "settings", "environment", "kernels")
+        return clean({name: getattr(self, name) for name in names})
 
     def save(self, path: str | Path) -> Path:
         """Writes the numbers as .json; raises DQError for another suffix or a place that cannot be written to."""
@@ -117,16 +124,24 @@ def evaluate_text(
         raise DQError("evaluate_text takes a model or a dict name -> model, none of them called 'reference'")
     scorer = TextScorer(reference, text, tokenizer, length=length, stride=stride, limit=limit)
     total = scorer.windows * (len(named) + (reference is not None))
-    scores = {}
+    scores, kernels = {}, {}
     with tqdm(total=total, desc="scoring", unit="window", disable=not progress) as bar:
         if reference is not None:
             scores["reference"] = scorer.reference_scores(bar.update)
         for name, candidate in named.items():
             model = candidate if isinstance(candidate, nn.Module) else _open(candidate, str(name))
             scores[str(name)] = scorer.score(model, str(name), bar.update)
+            if ran := _kernels(model):
+                kernels[str(name)] = ran
             del model
     device = None if reference is None else next(reference.parameters()).device
-    return TextResult(scores, scorer.settings(), environment.describe(device))
+    return TextResult(scores, scorer.settings(), environment.describe(device), kernels)
+
+
+def _kernels(model: nn.Module) -> dict[str, int]:
+    """What ran the quantized linears: kernel, activation grid, and what plain torch did -> layers."""
+    rows = [i for i in layer_info(model) if i.calls]
+    return dict(Counter(f"{i.backend} ({i.grid}{'; input by torch' if i.in_torch else ''})" for i in rows))
 
 
 class TextScorer:

@@ -38,4 +38,9 @@ def _run(x: Tensor, params: LinearParams) -> Tensor:
     return add_low_rank(y, x, params)
 
 
-BACKENDS.register(Backend("block-scaled-mma", 110, _refuse, _run, own_grid))
+def _in_torch(params: LinearParams) -> str:
+    four = params.activations.fmt.bits == 4
+    return rows.in_torch(params, params.activations, "packed") if four else "MXFP8 blocks have no kernel of their own"
+
+
+BACKENDS.register(Backend("block-scaled-mma", 110, _refuse, _run, own_grid, in_torch=_in_torch))

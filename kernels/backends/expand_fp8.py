@@ -70,6 +70,7 @@ BACKENDS.register(
     Backend(
         "expand-fp8", 90, partial(_refuse, faithful=False), partial(_run, faithful=False),
         lambda params: f"{rows.FP8}, 16-bit up to {gemv.LIMIT} rows", faithful=False,
+        in_torch=lambda params: rows.in_torch(params, rows.FP8, "e4m3"),
     )
 )  # fmt: skip
 BACKENDS.register(

@@ -30,4 +30,8 @@ def _run(x: Tensor, params: LinearParams) -> Tensor:
     return gemm.gemm(codes, values, scale, weight.scale, params.bias, 128, 128, x.dtype, *low_rank(x, params))
 
 
-BACKENDS.register(Backend("fp8-block", 80, _refuse, _run, own_grid))
+def _in_torch(params: LinearParams) -> str:
+    return rows.in_torch(params, _ACTIVATIONS, "e4m3")
+
+
+BACKENDS.register(Backend("fp8-block", 80, _refuse, _run, own_grid, in_torch=_in_torch))

@@ -63,4 +63,8 @@ def _run(x: Tensor, params: LinearParams) -> Tensor:
     return gemm.gemm(codes, values, sa, sb, params.bias, group, 1, x.dtype, *low_rank(x, params))
 
 
-BACKENDS.register(Backend("int8-mma", 70, _refuse, _run, own_grid))
+def _in_torch(params: LinearParams) -> str:
+    return rows.in_torch(params, params.activations, "int8")
+
+
+BACKENDS.register(Backend("int8-mma", 70, _refuse, _run, own_grid, in_torch=_in_torch))

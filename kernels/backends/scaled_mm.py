@@ -65,4 +65,8 @@ def add_low_rank(y: Tensor, x: Tensor, params: LinearParams) -> Tensor:
     return y if low is None else torch.addmm(y, low.to(y.dtype), up.T.to(y.dtype))
 
 
-BACKENDS.register(Backend("cublaslt-fp8", 100, _refuse, _run, own_grid))
+BACKENDS.register(
+    Backend(
+        "cublaslt-fp8", 100, _refuse, _run, own_grid, in_torch=lambda params: rows.in_torch(params, rows.FP8, "e4m3")
+    )
+)

@@ -38,5 +38,8 @@ def run_16bit(x: Tensor, params: LinearParams) -> Tensor:
 
 
 for _name, _priority, _own in (("w4a16-gemv", 60, True), ("expand-bf16", 10, False)):
-    _backend = Backend(_name, _priority, partial(_refuse, own=_own), run_16bit, lambda params: "16-bit", faithful=_own)
+    _backend = Backend(
+        _name, _priority, partial(_refuse, own=_own), run_16bit, lambda params: "16-bit", faithful=_own,
+        in_torch=lambda params: f"input steps {', '.join(s.name for s in params.steps)}" if params.steps else "",
+    )  # fmt: skip
     BACKENDS.register(_backend)

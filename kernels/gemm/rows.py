@@ -74,6 +74,13 @@ def activate(
     return by_torch(x, steps, grid, target, residual, dual, extra, width)
 
 
+def in_torch(params: LinearParams, grid: QuantSpec, target: str) -> str:
+    """Why `activate` takes plain torch for a layer's input, "" if the kernel makes it."""
+    if params.input_scale is not None:
+        return "static activations"
+    return api.why_not(params.steps, grid, target, params.width, params.residual)
+
+
 def by_torch(
     x: Tensor,
     steps: list[Step],

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from dq.kernels.gemm import expand, gemm, gemv, layout, rows
 from dq.linear import QuantizedLinear
 from dq.ops import BACKENDS, choose_backend
 from dq.qtensor import quantize
-from dq.recipe import Recipe
+from dq.recipe import PRESETS, Recipe
 from dq.spec import QuantSpec
+from dq.transforms import Step
 
 CASES = Path(__file__).with_name("gemm_cases.py")
 _SPEC = importlib.util.spec_from_file_location("dq_tests_gemm_cases", CASES)
@@ -207,7 +209,7 @@ CHOICES = {
         "int8-smooth": ("int8-mma", "int8-mma"), "w4a16": ("w4a16-gemv", "w4a16-gemv"),
         "w4a4-int4": ("int8-mma", "int8-mma"), "w4a4-int4-convrot": ("int8-mma", "int8-mma"),
         "w4a4-int4-svd": ("int8-mma", "int8-mma"), "w4a4-nvfp4": ("expand-bf16", None),
-        "w4a4-nvfp4-svd": ("expand-bf16", None),
+        "w4a4-nvfp4-svd": ("expand-bf16", None), "w4a4-nvfp4-arc": ("expand-bf16", None),
     },
     (9, 0): {
         "w4a8": ("expand-fp8", "expand-fp8-faithful"), "w4a4-mxfp4": ("expand-fp8", "expand-fp8-faithful"),
@@ -218,35 +220,66 @@ CHOICES = {
         "w4a4-int4-convrot": ("expand-fp8", "int8-mma"),
         "w4a4-int4-svd": ("expand-fp8", "int8-mma"), "w4a4-nvfp4": ("expand-fp8", "expand-fp8-faithful"),
         "w4a4-nvfp4-svd": ("expand-fp8", "expand-fp8-faithful"),
+        "w4a4-nvfp4-arc": ("expand-fp8", "expand-fp8-faithful"), "w4a4-nvfp4-arc-llm": ("expand-fp8", None),
+        "w4a4-int4-quarot": ("expand-fp8", "int8-mma"), "w4a4-int4-quarot-gptq": ("expand-fp8", "int8-mma"),
+        "w4a4-int4-spinquant": ("expand-fp8", "int8-mma"), "int8-smooth-fold": ("int8-mma", "int8-mma"),
     },
     (12, 0): {
         "fp8": ("cublaslt-fp8", "cublaslt-fp8"), "w4a4-int4": ("expand-fp8", "int8-mma"),
         "w4a4-nvfp4": ("block-scaled-mma", "block-scaled-mma"),
         "w4a4-nvfp4-svd": ("block-scaled-mma", "block-scaled-mma"),
+        "w4a4-nvfp4-arc": ("expand-fp8", "expand-fp8-faithful"),
     },
 }  # fmt: skip
 CHOICES[8, 9] = CHOICES[9, 0]
 CHOICES[10, 0] = CHOICES[12, 0]
 
 
-@pytest.mark.parametrize("generation", CHOICES, ids=lambda g: f"sm_{g[0]}{g[1]}")
-def test_what_presets_run_on(generation, monkeypatch):
+MIXTURES = {"w4a4-auto", "w4a4-auto-best", "int8-outliers"}  # their layers are of several kinds, all in other rows
+BY_TORCH = {"fp8-static": "static activations", "w4a16-awq": "input steps smooth"}  # inputs that no kernel prepares
+
+
+def _pretend(monkeypatch, generation):
     """The choice is a function of layer, device and mode: no GPU is needed to ask for it."""
     from dq.kernels import library
 
     monkeypatch.setattr(library, "_capability", lambda index: generation)
     monkeypatch.setattr(library, "has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+@pytest.mark.parametrize("generation", CHOICES, ids=lambda g: f"sm_{g[0]}{g[1]}")
+def test_what_presets_run_on(generation, monkeypatch):
+    _pretend(monkeypatch, generation)
     for preset, wanted in CHOICES[generation].items():
-        params = _of_preset(preset).params
+        params = _of_preset(preset)
         for mode, name in zip(("native", "faithful"), wanted, strict=True):
-            chosen = choose_backend(params, torch.device("cuda"), torch.bfloat16, mode).backend.name
-            assert chosen == (name or "torch-reference"), (preset, mode, chosen)
+            chosen = choose_backend(params, torch.device("cuda"), torch.bfloat16, mode).backend
+            assert chosen.name == (name or "torch-reference"), (preset, mode, chosen.name)
+            if generation >= (8, 9) and mode == "native":
+                why, known = chosen.in_torch(params), BY_TORCH.get(preset, "")
+                assert bool(why) == bool(known) and why.startswith(known), (preset, why)
+
+
+def test_every_preset_has_its_kernel_here():
+    """A new preset says here what it runs on, so that none falls back unseen."""
+    assert set(CHOICES[9, 0]) | MIXTURES == {p.stem for p in PRESETS.glob("*.toml")}
+
+
+def test_an_input_that_plain_torch_prepares_is_said(monkeypatch):
+    """QuaRot's last linear of an MLP: the kernel runs its product, its Hadamard matrix at run time has none."""
+    _pretend(monkeypatch, (9, 0))
+    params = gemm_cases.layer("int4/channel", "int4/token", 256, 512, False).params
+    params = replace(params, steps=[Step("rotate", params={"size": -1, "kind": "sylvester"})])
+    chosen = choose_backend(params, torch.device("cuda"), torch.bfloat16, "native").backend
+    assert chosen.name == "expand-fp8" and "rotate (sylvester)" in chosen.in_torch(params)
 
 
 def _of_preset(preset: str):
-    """A linear [256, 512] as a preset makes it, but for rules that need calibration."""
+    """Parameters of a linear [256, 512] as a preset makes it, but for rules that need calibration."""
     linear = Recipe.load(preset).linear
     weights = linear.weights.with_(scale_rule="floor" if linear.weights.scale_format == "e8m0" else "absmax")
     grid = None if linear.activations is None else str(linear.activations)
-    return gemm_cases.layer(str(weights), grid, 256, 512, bool(linear.transforms))
+    arc = any(t[0] == "arc" for t in linear.transforms)
+    layer = gemm_cases.layer(str(weights), grid, 256, 512 + 64 * arc, bool(linear.transforms) and not arc)
+    return replace(layer.params, residual=32, dual=True) if arc else layer.params
