@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import platform
 from collections.abc import Callable
 from importlib import metadata
@@ -113,9 +114,10 @@ def _metrics() -> list[str]:
 
 
 def _backends() -> list[str]:
-    rows = []
-    for b in sorted(BACKENDS, key=lambda b: -b.priority):
-        why = b.available()
+    rows, own = [], sorted(BACKENDS, key=lambda b: -b.priority)
+    kernels = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+    for b in own:
+        why = b.available() or ("" if kernels or b is own[-1] else "needs a CUDA device")
         rows.append(f"{b.name:<22} {'not here: ' + why if why else 'ready'}")
     return rows
 

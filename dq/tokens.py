@@ -69,7 +69,16 @@ def embedding_rows(model: Any) -> int | None:
 
 
 def check_vocabulary(ids: Tensor, model: Any) -> None:
-    """Raises DQError for ids that the model has no embedding for: the tokenizer belongs to another model."""
+    """Raises DQError for ids [.., L] that the model has no embedding for (the tokenizer belongs to another model), and
+    for more of them in a row than it has positions for."""
+    config = getattr(model, "config", None)
+    config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    context = getattr(config, "max_position_embeddings", None)
+    if isinstance(context, int) and 0 < context < ids.shape[-1]:
+        raise DQError(
+            f"windows of {ids.shape[-1]} tokens are longer than the {context} positions of {type(model).__name__}: "
+            f"take length={context} (in the shell --length {context})"
+        )
     rows = embedding_rows(model)
     if rows is not None and int(ids.max()) >= rows:
         raise DQError(

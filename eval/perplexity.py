@@ -273,7 +273,11 @@ class _Protocol:
             for i, (ids, logits) in enumerate(zip(some, _logits(model, some, name, begin), strict=True), begin):
                 if keep is not None:
                     keep(i, logits)
-                sums.append(_window(logits, base.logits(i, ids), ids, self.first(i)))
+                other = base.logits(i, ids)
+                if other is not None and other.shape != logits.shape:
+                    what = f"the reference predicts {other.shape[-1]} tokens, {name} {logits.shape[-1]}"
+                    raise DQError(f"{what}: it is another model's reference")
+                sums.append(_window(logits, other, ids, self.first(i)))
                 tick(1)
         found = {key: _mean([s[key] for s in sums], [int(s["tokens"]) for s in sums]) for key in sums[0]}
         nll = found.pop("nll")

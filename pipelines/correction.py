@@ -159,7 +159,7 @@ def _pair(model: Any, reference: Any) -> tuple[Any, nn.Module, nn.Module]:
     refuse_adapters(model, "corrected")
     refuse_adapters(reference, "a reference")
     if isinstance(model, nn.Module) and isinstance(reference, nn.Module):
-        return model, model, reference
+        return model, model, _alike(reference, model)
     if isinstance(model, nn.Module) or isinstance(reference, nn.Module):
         raise DQError("one of model and reference is a pipeline, the other one a model: give two of a kind")
     found = {n: m for n, m in _models(model, None).items() if quantized_linears(m)}
@@ -167,7 +167,20 @@ def _pair(model: Any, reference: Any) -> tuple[Any, nn.Module, nn.Module]:
         what = f"has {len(found)} quantized denoisers" + f" ({', '.join(found)})" * bool(found)
         raise DQError(f"{type(model).__name__} {what}: give one denoiser, its reference and its records")
     name, denoiser = next(iter(found.items()))
-    return reference, denoiser, _models(reference, [name])[name]
+    return reference, denoiser, _alike(_models(reference, [name])[name], denoiser)
+
+
+def _alike(reference: nn.Module, model: nn.Module) -> nn.Module:
+    """The reference, if it can be the model in 16 bits: learning from another one gives neither."""
+    if type(reference) is not type(model):
+        what = f"the reference is a {type(reference).__name__}, the model a {type(model).__name__}"
+        raise DQError(f"{what}: another model? Give the 16-bit one that it was")
+    theirs = dict(reference.named_parameters())
+    for name, own in model.named_parameters():
+        if name in theirs and theirs[name].shape != own.shape:
+            what = f"{name} of the reference is {tuple(theirs[name].shape)}, of the model {tuple(own.shape)}"
+            raise DQError(f"{what}: another model? Give the 16-bit one that it was")
+    return reference
 
 
 def _names(model: Any, reference: Any, patterns: Sequence[str]) -> list[str]:

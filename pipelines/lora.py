@@ -21,6 +21,7 @@ from dq.pipelines.adapters import adapted
 from dq.registry import DQError, typed
 
 _SIDES = (("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora.down", "lora.up"))
+_MAGNITUDE = ".lora_magnitude_vector"
 SHOWN = 20
 
 
@@ -39,11 +40,13 @@ def load_lora(
 
     Raises:
         DQError: the pipeline takes no LoRA, the file cannot be read; or, if strict, keys of the file matched nothing or
-            the adapter is stronger or weaker than the file says. The adapter is removed again then.
+            the adapter is stronger or weaker than the file says. The adapter is removed again then. A weight that is
+            no finite number.
     """
     if not hasattr(obj, "load_lora_weights"):
         raise DQError(f"{type(obj).__name__} takes no LoRA: it has no load_lora_weights")
     typed(adapter_name, str, "adapter_name is text")
+    weight = checks.finite(weight, "weight")
     state, active = _state(source, kwargs), _active(obj)
     if any(adapter_name in layer.r for layer in _layers(obj).values()):
         raise DQError(
@@ -132,6 +135,8 @@ def _directions(down: Tensor) -> Tensor:
 def _problem(state: dict[str, Tensor], layers: dict[str, nn.Module], adapter: str) -> str:
     """What of the file did not arrive, in one sentence; "" if all did."""
     pairs, unmatched = _pairs(state)
+    if any(adapter in getattr(layer, "lora_magnitude_vector", ()) for layer in layers.values()):  # DoRA's norms
+        unmatched = [key for key in unmatched if not key.partition(_MAGNITUDE)[1]]
     total, known, got = len(pairs) + len(unmatched), {}, 0.0
     for layer in layers.values():
         if adapter in layer.r:

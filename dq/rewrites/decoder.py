@@ -50,7 +50,8 @@ def decoder_structure(model: nn.Module, plain: bool = True) -> Structure:
     """
     path = next((n for n, m in model.named_modules() if _is_layers(n, m)), None)
     if path is None:
-        raise DQError(f"{type(model).__name__} has no decoder layers with self_attn and mlp: give a Structure instead")
+        what = f"{type(model).__name__} has no decoder layers with self_attn and mlp"
+        raise DQError(f"{what}: this rewrite is for decoder language models (diffusion models: w4a4-int4-convrot)")
     prefix, norms, writers, routers, attentions, fixed = path.removesuffix("layers"), [], [], [], [], ""
     for i, layer in enumerate(model.get_submodule(path)):
         at = f"{path}.{i}."

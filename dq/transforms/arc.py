@@ -71,7 +71,8 @@ def _planned(shape: tuple[int, int], parts: tuple[int, ...], params: dict, name:
         return Planned()
     count = params.get("channels") or auto_channels(shape[1])
     if not 0 < count <= shape[1] or shape[1] % MULTIPLE:
-        whole = f"they are at most K, and K a multiple of {MULTIPLE}; without channels such layers are left alone"
+        whole = f"they are at most K, and K a multiple of {MULTIPLE}; without channels such layers are left alone "
+        whole += "(w4a4-nvfp4-arc does so; skip=[...], in the shell --skip, leaves the layer in 16 bits)"
         raise DQError(f"{count} residual channels do not fit the input width {shape[1]} of {name}: {whole}")
     return Planned((("permute", {}),), residual=count, dual=params.get("dual", False))
 

@@ -194,6 +194,8 @@ def test_a_failure_changes_nothing(llm, tiny, text):
     assert digest(model) == before and not any(isinstance(m, Corrected) for m in model.modules())
     with pytest.raises(dq.DQError, match="another model"):
         dq.correct(model, llm.decoder(vocab_size=200), text, progress=False)
+    with pytest.raises(dq.DQError, match=r"reference is a Qwen2ForCausalLM.*Give the 16-bit one"):
+        dq.correct(model, llm.decoder("Qwen2"), text, progress=False)
     assert digest(model) == before
 
 

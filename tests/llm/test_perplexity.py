@@ -138,6 +138,10 @@ def test_models_that_are_refused(llm, pair):
         evaluate(llm, {"reference": pair[1]}, pair[0])
     with pytest.raises(dq.DQError, match="beyond the 16 of"):
         evaluate(llm, llm.decoder(vocab_size=16), None)
+    with pytest.raises(dq.DQError, match="reference predicts 200 tokens, candidate 128"):
+        evaluate(llm, pair[1], llm.decoder(vocab_size=200))
+    with pytest.raises(dq.DQError, match=r"windows of 32 tokens are longer than the 16 positions.*length=16"):
+        evaluate(llm, llm.decoder(max_position_embeddings=16), None)
     broken = llm.decoder()
     broken.lm_head.weight.data[5] = float("nan")
     with pytest.raises(dq.DQError, match="candidate gave NaN or Inf in window 0"):

@@ -114,3 +114,28 @@ def test_a_diffusers_pipeline_takes_one(tiny):
     fill(pipe.transformer)
     assert relative(tiny.denoise(pipe), plain) > 1e-3
     assert {(x.adapter, x.state) for x in dq.adapter_info(pipe)} == {("fine", "active")}
+
+
+def test_load_lora_takes_a_file_with_magnitudes(tiny, tmp_path):
+    """As diffusers saves it; a magnitude without its layer is still a key that matches nothing."""
+    from safetensors.torch import load_file, save_file
+
+    pipe = tiny.flux_pipeline()
+    pipe.transformer.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"], use_dora=True), "fine")
+    fill(pipe.transformer)
+    layers = peft.get_peft_model_state_dict(pipe.transformer, adapter_name="fine")
+    type(pipe).save_lora_weights(tmp_path, transformer_lora_layers=layers)
+    fresh = tiny.flux_pipeline()
+    dq.quantize(fresh, tiny.recipe("w4a16"), progress=False)
+    dq.load_lora(fresh, tmp_path, adapter_name="mine")
+    assert {(x.adapter, x.state) for x in dq.adapter_info(fresh)} == {("mine", "active")}
+    for weight in (float("nan"), "1"):
+        with pytest.raises(dq.DQError, match="weight must be a finite number"):
+            dq.load_lora(fresh, tmp_path, adapter_name="other", weight=weight)
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    kept = {k: v for k, v in load_file(file).items() if "to_q.lora_magnitude_vector" not in k}
+    assert len(kept) < len(load_file(file))
+    save_file(kept | {"transformer.nowhere.lora_A.weight": torch.ones(2, 4),
+                      "transformer.nowhere.lora_B.weight": torch.ones(4, 2)}, file)  # fmt: skip
+    with pytest.raises(dq.DQError, match="nowhere"):
+        dq.load_lora(fresh, tmp_path, adapter_name="other")
