@@ -74,7 +74,8 @@ def device(value: Any) -> torch.device:
         found = torch.device(value)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError) as error:
-        raise DQError(f"device {_shown(value)} cannot be used here ({line(error, 80)}); use cpu or cuda") from error
+        known = "cpu or cuda" if torch.cuda.is_available() else "cpu"
+        raise DQError(f"device {_shown(value)} cannot be used here ({line(error, 80)}); use {known}") from error
     return found
 
 
@@ -118,7 +119,9 @@ def _writable(folder: Path, target: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as error:
-        raise DQError(f"cannot write {target}: {line(error, 120)}") from error
+        # Without the name of the temporary file, which nobody asked for.
+        what = getattr(error, "strerror", None) or line(error, 120)
+        raise DQError(f"cannot write {target}: {what} (in {folder})") from error
 
 
 @contextmanager

@@ -92,7 +92,8 @@ def _row(name: str, model: nn.Module, compiled: bool, prompt: int, tokens: int, 
         torch._dynamo.reset()
     decoder = StaticDecoder(model, prompt + tokens + 8, batch, compiled)
     times = measure(decoder, model.config.vocab_size, prompt, tokens)
-    kernels = ", ".join(sorted({x.backend for x in layer_info(model) if x.backend})) or "cuBLAS"
+    plain = "cuBLAS" if device.type == "cuda" else "torch"
+    kernels = ", ".join(sorted({x.backend for x in layer_info(model) if x.backend})) or plain
     row = {"engine": name, "gb": model_bytes(model) / 1e9, "seconds": seconds, **times, "kernels": kernels}
     if device.type == "cuda":
         row["peak_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
