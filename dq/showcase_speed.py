@@ -114,7 +114,7 @@ def bench_step(
     out: str | None = None,
 ) -> dict[str, Any]:
     """One JSON-clean row per recipe (`dq.eval.bench.step`), the 16-bit model first, all of the same random weights;
-    `cosine` is that of the outputs, `kernels` what took the longest on a GPU.
+    `cosine` is that of the outputs, `ran` the kernels of quantized layers, `kernels` what took the longest on CUDA.
 
     Args:
         recipes: data-free ones.
@@ -148,7 +148,8 @@ def _step_row(name: str, shape: str, device: torch.device, repeat: int, compiled
         row["quantize_s"] = quantize(model, name, progress=False).seconds
     torch.compiler.reset()
     times, y = step.measure(model, inputs, repeat, compiled)
-    row |= {"gb": model_bytes(model) / 1e9, **times}
+    ran = sorted({f"{x.backend}, {x.grid}" for x in layer_info(model) if x.backend})
+    row |= {"gb": model_bytes(model) / 1e9, **times, "ran": "; ".join(ran)}
     if device.type == "cuda":
         row["kernels"] = step.breakdown(model, inputs)
         del model

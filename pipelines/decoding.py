@@ -49,6 +49,16 @@ def shape(name: str) -> dict[str, Any]:
     return dict(SHAPES[name])
 
 
+@torch.no_grad()
+def fill_random(model: nn.Module, generator: torch.Generator) -> None:
+    """Matrices from N(0, 1 / K), gains 1, biases 0, in place: activations stay of ordinary size through many layers."""
+    for name, p in model.named_parameters():
+        if p.dim() > 1:
+            p.normal_(0, p.shape[-1] ** -0.5, generator=generator)
+        else:
+            p.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
 def random_decoder(config: dict[str, Any], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """A model of that shape whose weights are drawn on the device, all outputs of about unit size."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -61,13 +71,7 @@ def random_decoder(config: dict[str, Any], device: torch.device, dtype: torch.dt
     model.model.rotary_emb = None  # its buffers are no random numbers
     model.to_empty(device=device)
     model.model.rotary_emb = type(rotary)(config=made).to(device)
-    generator = torch.Generator(device).manual_seed(0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.dim() > 1:
-                p.normal_(0, p.shape[-1] ** -0.5, generator=generator)
-            else:
-                p.fill_(0.0 if name.endswith("bias") else 1.0)
+    fill_random(model, torch.Generator(device).manual_seed(0))
     model.tie_weights()
     return model.requires_grad_(False).eval()
 

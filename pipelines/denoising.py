@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dq.pipelines.decoding import fill_random
 from dq.registry import DQError, suggest
 
 # name -> (class of diffusers, its configuration, (height, width) of the tokens, text tokens)
@@ -47,12 +48,7 @@ def random_denoiser(
         model = getattr(diffusers, kind)(**config).to(dtype)
     model = model.to_empty(device=device).eval()
     generator = torch.Generator(device).manual_seed(0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.dim() > 1:
-                p.normal_(0, p.shape[-1] ** -0.5, generator=generator)
-            else:
-                p.fill_(0.0 if name.endswith("bias") else 1.0)
+    fill_random(model, generator)
 
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=device).to(dtype)
