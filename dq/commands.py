@@ -354,9 +354,18 @@ def bench_kernels(args: argparse.Namespace) -> None:
 
     check_reports(args)
     models = tuple(args.models or ("flux", "llama-decode"))
-    result = kernels.measure(models, args.engines, checks.device(args.device), args.repeat, args.divide)
-    print(kernels.text(result))
-    _write_json(result, args.json)
+    shown = 0
+
+    def say(result: dict[str, Any]) -> None:
+        """Every shape as soon as it is measured; a run that is stopped keeps them."""
+        nonlocal shown
+        if not shown:
+            print(kernels.head(result))
+        print(kernels.text(result["rows"][shown:]), flush=True)
+        shown = len(result["rows"])
+        _write_json(result, args.json)
+
+    kernels.measure(models, args.engines, checks.device(args.device), args.repeat, args.divide, say, not args.no_peers)
 
 
 def _write_json(result: dict[str, Any], path: str | None) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dq.eval.bench.others import others
+from dq.eval.bench.others import others, peers
 from dq.eval.bench.speed import copy_bandwidth, timed
 from dq.eval.environment import describe
 from dq.linear import QuantizedLinear
@@ -166,8 +166,9 @@ def _bf16(problem: Problem, rates: dict[str, float], repeat: int) -> dict[str, A
     calls = [lambda w=w: torch.nn.functional.linear(problem.x, w, problem.bias) for w in weights]
     wrong = relative(calls[0]()[:ROWS], problem.exact)
     seconds = graph_time(calls, problem.device, repeat)
+    library = "cuBLAS" if problem.device.type == "cuda" else "torch"
     return _row(
-        problem, "bf16", seconds, rates["bf16"], nbytes, error=wrong, layer=wrong, backend="cuBLAS", grid="16-bit"
+        problem, "bf16", seconds, rates["bf16"], nbytes, error=wrong, layer=wrong, backend=library, grid="16-bit"
     )
 
 
@@ -225,19 +226,29 @@ def ceilings(device: torch.device, repeat: int, size: int = 8192) -> dict[str, f
     return found
 
 
-def _lines(problem: Problem, rates: dict[str, float], engines: Sequence[str], repeat: int) -> Iterator[dict[str, Any]]:
+def _lines(
+    problem: Problem, rates: dict[str, float], engines: Sequence[str], repeat: int, with_peers: bool
+) -> Iterator[dict[str, Any]]:
     yield _bf16(problem, rates, repeat)
-    for name, unit, nbytes, calls, exact in others(problem, copies_of):
-        try:
-            y = calls[0]()
-            more = dict(backend=name, grid="", error=None, layer=relative(y[:ROWS], problem.exact) if exact else None)
-            seconds = graph_time(calls, problem.device, repeat)
-        except Exception as error:  # another library's refusal is a line of the table, not the end of it
-            yield dict(m=problem.m, k=problem.k, n=problem.n, engine=name, failed=str(error).split("\n")[0][:200])
-            continue
-        yield _row(problem, name, seconds, rates[unit], nbytes, **more)
+    for line in others(problem, copies_of):
+        yield _other(problem, rates, repeat, *line)
     for engine in engines:
         yield _dq(problem, engine, rates, repeat)
+    for line in peers(problem, copies_of) if with_peers else ():
+        yield _other(problem, rates, repeat, *line)
+
+
+def _other(
+    problem: Problem, rates: dict[str, float], repeat: int, name: str, unit: str, nbytes: int, calls: list[Call],
+    exact: bool,
+) -> dict[str, Any]:  # fmt: skip
+    try:
+        y = calls[0]()
+        more = dict(backend=name, grid="", error=None, layer=relative(y[:ROWS], problem.exact) if exact else None)
+        seconds = graph_time(calls, problem.device, repeat)
+    except Exception as error:  # another library's refusal is a line of the table, not the end of it
+        return dict(m=problem.m, k=problem.k, n=problem.n, engine=name, failed=str(error).split("\n")[0][:200])
+    return _row(problem, name, seconds, rates[unit], nbytes, **more)
 
 
 def measure(
@@ -246,6 +257,8 @@ def measure(
     device: str | torch.device = "cpu",
     repeat: int = 20,
     divide: int = 1,
+    say: Callable[[dict[str, Any]], None] = lambda result: None,
+    with_peers: bool = True,
 ) -> dict[str, Any]:
     """The table as JSON-clean data.
 
@@ -253,6 +266,8 @@ def measure(
         models: keys of `SHAPES`.
         engines: keys of `ENGINES`; default: all.
         divide: every size by this, for a quick look or a CPU.
+        say: is given the result so far after every shape; its last rows are those of that shape.
+        with_peers: whether torchao and gemlite take part where installed. They compile or tune for every shape.
 
     Raises:
         DQError: an unknown model or engine.
@@ -263,30 +278,36 @@ def measure(
                 raise DQError(f"unknown {what} {word!r}{suggest(word, known)}")
     where = torch.device(device)
     found, rows = ceilings(where, repeat), []
+    limits = {k: v / (1e9 if k == "bandwidth" else 1e12) for k, v in found.items()}
+    result = {"environment": describe(where), "repeat": repeat, "ceilings": limits, "rows": rows}
     for model in models:
         m, shapes = SHAPES[model]
         for k, n in shapes:
             problem = Problem(max(1, m // divide), k // divide, n // divide, where)
             problem.bandwidth = found["bandwidth"]
             chosen = engines or [e for e in ENGINES if m > 16 or "a16" in e]
-            lines = list(_lines(problem, found, chosen, repeat))
+            lines = list(_lines(problem, found, chosen, repeat, with_peers))
             for line in lines:
                 line |= {"model": model} | ({"ratio": lines[0]["us"] / line["us"]} if "us" in line else {})
             rows += lines
-    limits = {k: v / (1e9 if k == "bandwidth" else 1e12) for k, v in found.items()}
-    return {"environment": describe(where), "repeat": repeat, "ceilings": limits, "rows": rows}
+            say(result)
+    return result
 
 
-def text(result: dict[str, Any]) -> str:
-    """The table for a terminal."""
+def head(result: dict[str, Any]) -> str:
+    """What the table was measured on."""
     top, where = result["ceilings"], result["environment"]
     versions = ", ".join(f"{k} {where['versions'][k]}" for k in ("dq", "torch", "triton") if k in where["versions"])
-    out = [
+    return (
         f"{where['device']}, {versions}; copy {top['bandwidth']:.0f} GB/s, BF16 {top['bf16']:.0f}, "
         f"FP8 {top['fp8']:.0f} TFLOP/s; medians of {result['repeat']}"
-    ]
-    before = None
-    for r in result["rows"]:
+    )
+
+
+def text(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of the table for a terminal."""
+    out, before = [], None
+    for r in rows:
         if before != (r["model"], r["m"], r["k"], r["n"]):
             before = (r["model"], r["m"], r["k"], r["n"])
             out += ["", f"{r['model']}: M {r['m']}, K {r['k']}, N {r['n']}"]

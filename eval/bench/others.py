@@ -18,7 +18,7 @@ Line = tuple[str, str, int, list[Callable[[], Tensor]], bool]
 
 
 def others(problem: Any, copies: Callable[[int, torch.device], int]) -> Iterator[Line]:
-    """Every engine that can run the problem on its device."""
+    """PyTorch's own operators that can run the problem on its device."""
     if problem.device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(problem.device)
@@ -29,6 +29,12 @@ def others(problem: Any, copies: Callable[[int, torch.device], int]) -> Iterator
         yield _int8_alone(problem, count)
     else:
         yield _int4pack(problem, 2 * count)
+
+
+def peers(problem: Any, copies: Callable[[int, torch.device], int]) -> Iterator[Line]:
+    """The linears of torchao and gemlite, where installed. Both compile or tune for every shape."""
+    if problem.device.type != "cuda":
+        return
     for name, unit, nbytes, make in _installed(problem):
         try:
             layers = [make() for _ in range(copies(nbytes, problem.device))]

@@ -1,5 +1,6 @@
 """`dq bench`: SQNRs against relative MSEs (x 1e-3) computed independently, and the shape of both reports."""
 
+import contextlib
 import json
 import math
 
@@ -136,6 +137,27 @@ def test_kernels_report(tmp_path, capsys):
 def test_kernels_refuses_unknown_words(option, word, capsys):
     assert main(["bench", "kernels", "--device", "cpu", option, word]) == 2
     assert f"{word!r}; did you mean" in capsys.readouterr().err
+
+
+def test_a_run_that_stops_keeps_its_shapes(tmp_path, capsys, monkeypatch):
+    """Rows are printed and written shape by shape."""
+    made, real = [], kernels.Problem
+
+    def problem(*args):
+        made.append(args)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(kernels, "Problem", problem)
+    out = tmp_path / "k.json"
+    command = ["bench", "kernels", "--divide", "48", "--repeat", "1", "--device", "cpu", "--models", "flux",
+               "--engines", "fp8", "--no-peers", "--json", str(out)]  # fmt: skip
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+        main(command)
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["k"], r["n"]) for r in rows[::2]] == [(64, 64), (64, 192)] and len(rows) == 4
+    assert capsys.readouterr().out.count("flux: M 96") == 2
 
 
 def test_every_engine_is_a_layer():
