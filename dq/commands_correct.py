@@ -24,6 +24,7 @@ def add(sub: Any) -> None:
     p.add_argument("--batch", type=int, default=4, help="windows of a step (default 4)")
     p.add_argument("--micro-batch", type=int, default=1, help="windows in one call: faster, more memory (default 1)")
     p.add_argument("--layers", nargs="+", default=[], metavar="PATTERN", help="linears that learn (default: all)")
+    p.add_argument("--any-reference", action="store_true", help="learn from another model of the same shape")
     p.add_argument("--length", type=int, help="tokens of a window of the text (default 512)")
     p.add_argument("--samples", type=int, help="windows of the text (default 128)")
     p.add_argument("--seed", type=int, default=0)
@@ -50,7 +51,8 @@ def correct(args: argparse.Namespace) -> None:
     model = load(args.source, dtype, args.device)
     if is_pipeline(model):
         raise DQError(f"{args.source} is a pipeline: use dq.correct(pipe, reference, dq.Prompts([...])) in Python")
-    report = run(model, load(args.reference, dtype, args.device), text, layers=args.layers, **settings)
+    reference = load(args.reference, dtype, args.device)
+    report = run(model, reference, text, layers=args.layers, any_reference=args.any_reference, **settings)
     print(report)
     if not report.changed:
         raise DQError("nothing was gained, so nothing is saved: take a smaller --rate, more --train-steps or more text")

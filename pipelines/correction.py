@@ -30,6 +30,7 @@ from dq.linear import quantized_linears
 from dq.pipelines.adapters import refuse_adapters
 from dq.pipelines.api import _calibrate, _models, _silent, attach
 from dq.pipelines.corrected import Learned, Student
+from dq.pipelines.reference import check_reference
 from dq.records import Record, map_tensors, tensors
 from dq.registry import DQError, suggest, typed
 from dq.replay import call, device_of
@@ -83,6 +84,7 @@ def correct(
     norms: bool = False,
     layers: Sequence[str] = (),
     micro_batch: int = 1,
+    any_reference: bool = False,
     seed: int = 0,
     progress: bool | Callable[..., Any] = True,
 ) -> CorrectionReport:
@@ -100,19 +102,20 @@ def correct(
         norms: weights and biases of norms learn too, in the model's own dtype.
         layers: patterns of the linears that learn; default: all that are quantized.
         micro_batch: records of one length that run in one call: faster, more memory.
+        any_reference: learn from another model of the same shape, e.g. a later fine-tune. Otherwise what the recipe
+            left in 16 bits must be the same in both.
         seed: of the start and of the order of the records.
         progress: as in `dq.quantize`.
 
     Raises:
         DQError: nothing is quantized, nothing is to learn, no reference or calibration, fewer than two records, a
-            pattern that matches nothing, adapters, models whose predictions have different shapes, or a loss that is
-            not finite. The model is as it was then, as after an interruption.
+            pattern that matches nothing, adapters, a reference that is another model, or a loss that is not finite. The model is as it was then, as after an interruption.
     """
     start = time.perf_counter()
     settings = {"rank": rank, "steps": steps, "rate": rate, "batch": batch, "scales": scales}
     settings = check_settings(settings | {"norms": norms, "micro_batch": micro_batch, "seed": seed})
     what = Learned(rank, scales)
-    source, model, reference = _pair(model, reference)
+    source, model, reference = _pair(model, reference, typed(any_reference, bool, "any_reference is True or False"))
     names = _names(model, reference, layers)
     bar = progress if callable(progress) else (tqdm if progress else _silent)
     records = _records(source, model, calibration, bar)
@@ -151,7 +154,7 @@ def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"rate": float(rate), "seed": checks.seed(settings["seed"])}
 
 
-def _pair(model: Any, reference: Any) -> tuple[Any, nn.Module, nn.Module]:
+def _pair(model: Any, reference: Any, any_reference: bool) -> tuple[Any, nn.Module, nn.Module]:
     """What calibration runs on, the model, and its reference; of pipelines their one quantized denoiser."""
     for what, value in (("model", model), ("reference", reference)):
         if not isinstance(value, nn.Module) and not isinstance(getattr(value, "components", None), dict):
@@ -159,7 +162,7 @@ def _pair(model: Any, reference: Any) -> tuple[Any, nn.Module, nn.Module]:
     refuse_adapters(model, "corrected")
     refuse_adapters(reference, "a reference")
     if isinstance(model, nn.Module) and isinstance(reference, nn.Module):
-        return model, model, _alike(reference, model)
+        return model, model, check_reference(reference, model, any_reference)
     if isinstance(model, nn.Module) or isinstance(reference, nn.Module):
         raise DQError("one of model and reference is a pipeline, the other one a model: give two of a kind")
     found = {n: m for n, m in _models(model, None).items() if quantized_linears(m)}
@@ -167,20 +170,7 @@ def _pair(model: Any, reference: Any) -> tuple[Any, nn.Module, nn.Module]:
         what = f"has {len(found)} quantized denoisers" + f" ({', '.join(found)})" * bool(found)
         raise DQError(f"{type(model).__name__} {what}: give one denoiser, its reference and its records")
     name, denoiser = next(iter(found.items()))
-    return reference, denoiser, _alike(_models(reference, [name])[name], denoiser)
-
-
-def _alike(reference: nn.Module, model: nn.Module) -> nn.Module:
-    """The reference, if it can be the model in 16 bits: learning from another one gives neither."""
-    if type(reference) is not type(model):
-        what = f"the reference is a {type(reference).__name__}, the model a {type(model).__name__}"
-        raise DQError(f"{what}: another model? Give the 16-bit one that it was")
-    theirs = dict(reference.named_parameters())
-    for name, own in model.named_parameters():
-        if name in theirs and theirs[name].shape != own.shape:
-            what = f"{name} of the reference is {tuple(theirs[name].shape)}, of the model {tuple(own.shape)}"
-            raise DQError(f"{what}: another model? Give the 16-bit one that it was")
-    return reference
+    return reference, denoiser, check_reference(_models(reference, [name])[name], denoiser, any_reference)
 
 
 def _names(model: Any, reference: Any, patterns: Sequence[str]) -> list[str]:

@@ -229,9 +229,37 @@ def test_models_that_are_refused(llm, tiny, text):
     with pytest.raises(dq.DQError, match="the reference of a correction is the 16-bit model"):
         dq.correct(model, model, text)
     broken = llm.decoder()
-    broken.model.norm.weight.data[0] = torch.nan
+    broken.model.layers[0].mlp.up_proj.weight.data[0] = torch.nan
     with pytest.raises(dq.DQError, match="of its reference hold NaN or Inf"):
         dq.correct(model, broken, text, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changed", "refused"),
+    [
+        ("w4a4-int4", (), ""),
+        ("w4a4-int4", ("all",), r"model\.embed_tokens\.weight and 6 more of the 7 tensors"),
+        ("w4a4-int4", ("model.norm.weight",), r"model\.norm\.weight of the 7 tensors"),
+        ("w4a4-int4", ("model.layers.0.mlp.up_proj.weight",), ""),  # its codes cannot tell
+        ("w4a4-int4-quarot", (), ""),  # rotated: nothing is as it was
+        ("int8-smooth-fold", (), ""),
+        ("int8-smooth-fold", ("all",), "and 6 more of the 7 tensors"),
+    ],
+)
+def test_another_model_of_the_same_shape_is_no_reference(llm, tiny, text, recipe, changed, refused):
+    """Another initialisation, a fine-tune; but not what folding or rewriting did to the model itself."""
+    model, reference = quantized(llm, tiny, recipe, text), llm.decoder(seed=1 if "all" in changed else 0)
+    if recipe.endswith("fold"):
+        dq.fold(model)
+    for name in set(changed) - {"all"}:
+        reference.get_parameter(name).data[0] *= 1.01
+    options = dict(rank=2, steps=1, progress=False)
+    if refused:
+        with pytest.raises(dq.DQError, match=f"{refused}.*another model.*any_reference=True"):
+            dq.correct(model, reference, text, **options)
+        dq.correct(model, reference, text, any_reference=True, **options)
+    else:
+        dq.correct(model, reference.to(torch.float64), text, **options)  # in another dtype it is the same model
 
 
 def test_experts_are_corrected_too(llm, tiny, text, tmp_path):
