@@ -15,6 +15,7 @@ def add(sub: Any) -> None:
     p.add_argument("out", help="folder to write")
     p.add_argument("--format", default="compressed-tensors", help="see dq list exports (default compressed-tensors)")
     p.add_argument("--weight-only", action="store_true", help="declare 16-bit activations, whatever the recipe said")
+    p.add_argument("--fold", action="store_true", help="first move smoothing into what makes the input, where exact")
     p.add_argument("--text", metavar="FILE", help="UTF-8 text; its activations give the scales that a format stores")
     p.add_argument("--prompts", metavar="FILE", help="the same for a pipeline: one prompt per line")
     p.add_argument("--steps", type=int, help="denoising steps of a prompt")
@@ -30,6 +31,7 @@ def add(sub: Any) -> None:
 def export(args: argparse.Namespace) -> None:
     """`dq export`: what can be refused is refused before the model is loaded."""
     from dq import checks
+    from dq.pipelines.api import fold
     from dq.pipelines.export import export as run
     from dq.pipelines.exported import EXPORTERS
     from dq.pipelines.loading import copy_companions, folder_of, is_pipeline, load, parse_dtype, quiet_libraries
@@ -46,6 +48,9 @@ def export(args: argparse.Namespace) -> None:
     quiet_libraries()
     calibration = _prompts(args) if args.prompts is not None else None if args.text is None else _text(args)
     model = load(args.source, dtype, args.device)
+    if args.fold:
+        found = fold(model, components=args.components)
+        print(*(found.values() if isinstance(found, dict) else [found]), sep="\n")
     options = {"weight_only": args.weight_only, "calibration": calibration, "components": args.components}
     run(model, out, args.format, **options)
     copied = [] if is_pipeline(model) else copy_companions(args.source, args.out)

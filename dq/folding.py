@@ -23,6 +23,8 @@ from dq.family import Family, Fold, find_family
 from dq.linear import QuantizedLinear, quantized_linears
 from dq.registry import DQError
 
+_SCALES = ("fp32", "fp16", "bf16")  # formats of scales that take a factor, rounded to themselves
+
 
 def divide_vectors(scale: Tensor, shift: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
     """(multiplier, shift) [.., K] with `LN(h) * multiplier + shift = (LN(h) (1 + scale) + shift) / lambda`.
@@ -51,9 +53,27 @@ def refusal(fold: Fold, module: nn.Module, width: int) -> str:
         spec = module.config.weights
         if module.config.rank:
             return "its low-rank factors rest in 16 bits"
-        if spec.strategy not in ("channel", "group") or spec.scale_format != "fp32" or spec.global_scale:
-            return f"its weights {spec} have no float32 scale per row: fold before quantizing"
+        if spec.strategy not in ("channel", "group") or spec.scale_format not in _SCALES or spec.global_scale:
+            return f"its weights {spec} have no scale per row in 16 or 32 bits: fold before quantizing"
     return ""
+
+
+def _out_of_range(fold: Fold, module: nn.Module, lam: Tensor) -> str:
+    """Why scales of a quantized producer would not hold the quotient; "" if they would."""
+    if not isinstance(module, QuantizedLinear) or module.weight_scale.dtype != torch.float16:
+        return ""
+    info, width = torch.finfo(torch.float16), module.out_features // fold.chunks
+    for place, at in enumerate(fold.at):
+        rows = module.weight_scale[at * width : (at + 1) * width].to(torch.float64)
+        found = (rows / _part(lam, width, place).to(rows)[:, None])[rows >= info.smallest_normal]
+        if found.numel() and (found.min() < info.smallest_normal or found.max() > info.max):
+            return f"a factor of {float(lam.min()):.3g} to {float(lam.max()):.3g} takes its float16 scales out of range"
+    return ""
+
+
+def _part(lam: Tensor, width: int, place: int) -> Tensor:
+    """Lambda of the chunk of `width` rows that is the given one of those to be divided."""
+    return lam.unflatten(0, (-1, width))[place % (len(lam) // width)]
 
 
 def fold_into(fold: Fold, module: nn.Module, lam: Tensor, name: str = "the layer") -> None:
@@ -65,7 +85,7 @@ def fold_into(fold: Fold, module: nn.Module, lam: Tensor, name: str = "the layer
     Raises:
         DQError: it is not exact there (names the layer).
     """
-    why = refusal(fold, module, len(lam))
+    why = refusal(fold, module, len(lam)) or _out_of_range(fold, module, lam)
     if why:
         raise DQError(f"cannot fold a smoothing factor into {name}: {why}")
     bias = getattr(module, "bias", None)
@@ -74,7 +94,7 @@ def fold_into(fold: Fold, module: nn.Module, lam: Tensor, name: str = "the layer
     width = len(lam) if fold.kind == "norm" else module.out_features // fold.chunks
     for place, at in enumerate(fold.at):
         rows = slice(at * width, (at + 1) * width)
-        part = lam.unflatten(0, (-1, width))[place % (len(lam) // width)]
+        part = _part(lam, width, place)
         one = float(fold.kind == "modulation" and place % 2)  # what the norm's output is multiplied by is 1 + scale
         if fold.kind != "norm":
             numbers = module.weight_scale if isinstance(module, QuantizedLinear) else module.weight
@@ -124,7 +144,7 @@ def _producers(model: nn.Module, fold: Fold, lam: Tensor) -> None:
     """All producers or none."""
     modules = {name: model.get_submodule(name) for name in fold.producers}
     for name, module in modules.items():
-        why = refusal(fold, module, len(lam))
+        why = refusal(fold, module, len(lam)) or _out_of_range(fold, module, lam)
         if why:
             raise DQError(f"cannot fold a smoothing factor into {name}: {why}")
     for name, module in modules.items():

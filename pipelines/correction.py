@@ -109,7 +109,8 @@ def correct(
 
     Raises:
         DQError: nothing is quantized, nothing is to learn, no reference or calibration, fewer than two records, a
-            pattern that matches nothing, adapters, a reference that is another model, or a loss that is not finite. The model is as it was then, as after an interruption.
+            pattern that matches nothing, adapters, a reference that is another model, or a loss that is not finite. The
+            model is as it was then, as after an interruption.
     """
     start = time.perf_counter()
     settings = {"rank": rank, "steps": steps, "rate": rate, "batch": batch, "scales": scales}

@@ -188,7 +188,7 @@ def not_plain(layer: QuantizedLinear, name: str = "", *allowed: str) -> str:
     steps = [n for n in dict.fromkeys(n for n, _ in c.steps) if n not in allowed]
     if steps:
         foldable = all(TRANSFORMS.get(n).order == 1 for n in steps)  # diagonal
-        hint = "; dq.fold(model) moves that into what makes the input, where it can" if foldable else ""
+        hint = "; dq.fold(model) (--fold) moves that into what makes the input, where it can" if foldable else ""
         return f"its input goes through {', '.join(steps)} at run time{hint}"
     if c.rank and "lowrank" not in allowed:
         return f"it has a low-rank branch of rank {c.rank}"

@@ -107,14 +107,27 @@ def test_rows_of_a_quantized_producer(spec):
     assert torch.equal(layer.qweight.view(torch.uint8), codes.view(torch.uint8))
 
 
+def test_rows_of_a_producer_with_16_bit_scales():
+    """Rounded once to their dtype; a factor that takes them out of its range is refused, and changes nothing."""
+    layer, x, lam = quantized("int4/group16"), torch.randn(5, 16), torch.rand(16) + 0.5
+    before, scale = layer(x).clone(), layer.weight_scale.clone()
+    assert scale.dtype == torch.float16
+    for bad in (1e5, 1e-8):
+        with pytest.raises(DQError, match=r"a factor of .* takes its float16 scales out of range"):
+            fold_into(Fold("rows", (), (), 2, (1,)), layer, lam * bad)
+        assert torch.equal(layer.weight_scale, scale)
+    fold_into(Fold("rows", (), (), 2, (1,)), layer, lam)
+    torch.testing.assert_close(layer(x), torch.cat([before[:, :16], before[:, 16:] / lam], 1), rtol=1e-3, atol=1e-3)
+
+
 def test_what_is_not_exact_is_refused():
     rows, modulation = Fold("rows", (), (), 2, (1,)), Fold("modulation", (), (), 2, (0, 1))
     for fold, module, why in (
         (rows, nn.GELU(), "GELU is no linear"),
         (rows, linear(30, 8), "its 30 rows are not 2 x 16"),
         (modulation, linear(32, 8, bias=False), "no bias to take 1/lambda - 1"),
-        (rows, quantized("int4/group16"), "no float32 scale per row: fold before quantizing"),
-        (rows, quantized("nvfp4"), "no float32 scale per row"),
+        (rows, quantized("mxfp4"), "no scale per row in 16 or 32 bits: fold before quantizing"),
+        (rows, quantized("nvfp4"), "no scale per row in 16 or 32 bits"),
         (rows, quantized("int8/channel", transforms=["lowrank"]), "low-rank factors rest in 16 bits"),
         (Fold("norm", (), ()), nn.LayerNorm(16, elementwise_affine=False), "no weight of 16 channels"),
         (Fold("norm", (), ()), nn.LayerNorm(8), "no weight of 16 channels"),

@@ -2,7 +2,8 @@
 
     float-quantized       weight E4M3 [N, K], weight_scale [N, 1], [1] or per 128 x 128 tile
     int-quantized         weight int8 [N, K], weight_scale [N, 1]
-    pack-quantized        weight_packed int32 [N, ceil(K b / 32)] of code + 2^(b-1), weight_scale, weight_shape
+    pack-quantized        weight_packed int32 [N, ceil(K b / 32)] of code + 2^(b-1), weight_scale, weight_shape;
+                          asymmetric weight_zero_point int32 [ceil(N b / 32), G], dense along N
     nvfp4-pack-quantized  weight_packed uint8 [N, K / 2], weight_scale E4M3, weight_global_scale: a divisor
     mxfp4-pack-quantized  weight_packed uint8 [N, K / 2], weight_scale uint8 (E8M0); mxfp8-quantized: weight E4M3
 
@@ -39,7 +40,6 @@ from dq.pipelines.exported import (
     grid_kind,
     multiplier,
     not_plain,
-    plain_values,
     unlike_siblings,
     write_folder,
 )  # fmt: skip
@@ -72,7 +72,8 @@ def _args(kind: str, bits: int, strategy: str, **more: Any) -> tuple[tuple[str, 
 # kind of the weights -> kinds of activations that a runtime has beside them.
 _PAIRS = {
     "fp8": ("fp8",), "fp8-block": ("fp8-group",), "nvfp4": ("nvfp4",), "mxfp4": ("mxfp4",), "mxfp8": ("mxfp8",),
-    "int8": ("int8",), "int4": ("int8", "fp8"), "int3": (), "int2": (),
+    "int8": ("int8",), "int4": ("int8", "fp8"), "int3": (), "int2": (), "uint8": (), "uint4": (), "uint3": (),
+    "uint2": (),
 }  # fmt: skip
 
 
@@ -97,8 +98,15 @@ def _weight_args(spec: QuantSpec, kind: str) -> tuple[tuple[str, Any], ...]:
         return _args("float", 4 if kind == "mxfp4" else 8, "group", group_size=32, scale_dtype="torch.uint8")
     if kind == "fp8-block":
         return _args("float", 8, "block", block_structure=spec.block_size)
-    size = {"group_size": spec.group_size} if spec.strategy == "group" else {}
-    return _args("int" if kind.startswith("int") else "float", spec.fmt.bits, spec.strategy, **size)
+    more = {"group_size": spec.group_size} if spec.strategy == "group" else {}
+    more |= {"symmetric": False} if spec.has_zero_point else {}
+    return _args("int" if "int" in kind else "float", spec.fmt.bits, spec.strategy, **more)
+
+
+def _kind(spec: QuantSpec) -> str:
+    """`grid_kind`, and `uint<b>` for one with zero points."""
+    affine = spec.has_zero_point and spec.strategy in ("channel", "group") and spec.scale_format in _SCALES.values()
+    return grid_kind(spec) or (f"uint{spec.fmt.bits}" if affine and not spec.k_segments else "")
 
 
 def scheme_of(weights: QuantSpec, activations: QuantSpec | None) -> Scheme:
@@ -107,10 +115,9 @@ def scheme_of(weights: QuantSpec, activations: QuantSpec | None) -> Scheme:
     Raises:
         DQError: the reason why there is none.
     """
-    kind = grid_kind(weights)
+    kind = _kind(weights)
     if kind not in _PAIRS:
-        zero = ": the installed readers disagree about zero points; take a symmetric grid"
-        raise DQError(f"weights {weights} have no form there{zero if weights.has_zero_point else ''}")
+        raise DQError(f"weights {weights} have no form there")
     acts = None if activations is None else grid_kind(activations)
     if acts is not None and (acts not in _PAIRS[kind] or activations.strategy not in ("token", "tensor", "group")):
         known = ", ".join(_PAIRS[kind]) or "none"
@@ -158,8 +165,14 @@ def tensors_of(layer: QuantizedLinear, scheme: Scheme, amax: float | None = None
     if scheme.layout in ("float-quantized", "naive-quantized", "int-quantized", "mxfp8-quantized"):
         out["weight"] = q.codes[:, :k]
     elif scheme.layout == "pack-quantized":
-        out["weight_packed"] = PACKINGS.get(f"ct-int{q.spec.fmt.bits}").pack(plain_values(layer))
+        bits, affine = q.spec.fmt.bits, q.spec.has_zero_point
+        middle = 2 ** (bits - 1) if affine else 0  # of an unsigned grid, whose codes and zero points move down by it
+        codes = q.spec.fmt.decode(q.spec.fmt.unpack(q.codes, k)).to(torch.int16) - middle
+        out["weight_packed"] = PACKINGS.get(f"ct-int{bits}").pack(codes.to(torch.int8))
         out["weight_shape"] = torch.tensor([layer.out_features, k])
+        if affine:
+            zeros = (q.zero_point.to(torch.int16) - middle).to(torch.int8)
+            out["weight_zero_point"] = PACKINGS.get(f"ct-int{bits}-zeros").pack(zeros)
     else:
         out["weight_packed"] = q.codes[:, : k // 2]
     if scheme.layout.startswith("nvfp4"):
@@ -179,6 +192,8 @@ def _write(job: Job, folder: Path) -> None:
     tensors = {n: tensors_of(layer, schemes[n], job.amax.get(n)) for n, layer in job.layers.items()}
     one = len(groups) == 1
     _warn_about_experts(job, schemes)
+    if any(layer.config.weights.has_zero_point for layer in job.layers.values()):
+        warnings.warn(f"transformers {_ZEROS}", stacklevel=3)
     config = {
         "quant_method": METHOD,
         "format": next(iter(groups)).layout if one else "mixed-precision",
@@ -191,6 +206,12 @@ def _write(job: Job, folder: Path) -> None:
         "kv_cache_scheme": None,
     }
     write_folder(job, folder, tensors, config)
+
+
+_ZEROS = (
+    "(seen with 5.24 and compressed-tensors 0.20) refuses its own files with zero points; vLLM, SGLang and "
+    "dq.load_exported read them. A symmetric grid, e.g. int4_full/group128, is read by all"
+)
 
 
 def _targets(job: Job, names: list[str]) -> list[str]:
@@ -218,7 +239,7 @@ def _warn_about_experts(job: Job, schemes: dict[str, Scheme]) -> None:
     elif layouts & {"nvfp4-pack-quantized"} and two_levels:
         why = "decodes NVFP4 experts without their second-level scale: the values are wrong (nvfp4-single has none)"
     if why:
-        warnings.warn(f"transformers (seen with 5.24) {why}; vLLM and dq.load_exported read the file", stacklevel=5)
+        warnings.warn(f"transformers (seen with 5.24) {why}; vLLM and dq.load_exported read the file", stacklevel=4)
 
 
 def target_matches(target: str, name: str) -> bool:
@@ -251,8 +272,8 @@ _SCALES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def _weight(layout: str, args: dict[str, Any], own: dict[str, Tensor], name: str) -> QTensor:
-    if not args.get("symmetric", True) or "weight_g_idx" in own:
-        raise DQError(f"{name} has zero points or an activation order, which is not read")
+    if "weight_g_idx" in own:
+        raise DQError(f"{name} has an activation order, which is not read")
     scale, bits = own["weight_scale"], args["num_bits"]
     if layout.startswith("nvfp4"):
         spec = QuantSpec.parse("nvfp4").with_(profile=METHOD)
@@ -268,15 +289,28 @@ def _weight(layout: str, args: dict[str, Any], own: dict[str, Tensor], name: str
     if args["type"] == "float":
         spec, codes = QuantSpec("fp8_e4m3", **grid), own["weight"]
     else:
-        spec = QuantSpec(f"int{bits}_full", **grid)
+        spec = QuantSpec(f"int{bits}_full" if args.get("symmetric", True) else f"uint{bits}", **grid)
         if "weight" in own:
             codes = own["weight"]
         else:
             codes = PACKINGS.get(f"ct-int{bits}").unpack(own["weight_packed"], own["weight_shape"].tolist())
-    shape = tuple(codes.shape)
+    shape, zeros = tuple(codes.shape), None
+    if spec.has_zero_point:
+        codes, zeros = _unsigned(codes, bits), _unsigned(_zeros(own, bits, spec.scale_shape(*shape)), bits)
     missing = spec.padded_width(shape[1]) - shape[1]
     codes = torch.nn.functional.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype)
-    return QTensor(spec.fmt.pack(codes), scale.reshape(spec.scale_shape(*shape)), None, spec, shape)
+    return QTensor(spec.fmt.pack(codes), scale.reshape(spec.scale_shape(*shape)), None, spec, shape, zeros)
+
+
+def _zeros(own: dict[str, Tensor], bits: int, shape: tuple[int, int]) -> Tensor:
+    """Signed zero points [N, G]; beside unpacked codes they are not packed either."""
+    stored = own["weight_zero_point"]
+    packed = "weight_packed" in own
+    return PACKINGS.get(f"ct-int{bits}-zeros").unpack(stored, shape) if packed else stored.reshape(shape)
+
+
+def _unsigned(codes: Tensor, bits: int) -> Tensor:
+    return (codes.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8)
 
 
 def _activations(args: dict[str, Any] | None) -> QuantSpec | None:

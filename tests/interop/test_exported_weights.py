@@ -109,6 +109,29 @@ def test_loaded_model_is_ours(tiny, tmp_path, family):
         assert torch.allclose(plain(IDS).logits, model(IDS).logits, atol=1e-5)
 
 
+@pytest.mark.parametrize("spec", ["uint4/group64", "uint4/channel", "uint8/channel", "uint3/group32", "uint2/group32"])
+def test_zero_points_by_their_decompressor(tiny, tmp_path, spec):
+    """transformers refuses such files, its own ones too; what compressed-tensors makes of the tensors is ours."""
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, see the extra interop")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from safetensors.torch import load_file
+
+    model = quantized(tiny, recipe(spec))
+    with pytest.warns(UserWarning, match="refuses its own files with zero points"):
+        dq.export(model, tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    config = QuantizationConfig(**json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"])
+    scheme = config.config_groups["group_0"]
+    assert not scheme.weights.symmetric
+    for name, layer in quantized_linears(model).items():
+        own = {k: stored[f"{name}.{k}"] for k in ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")}
+        theirs = BaseCompressor.get_value_from_registry("pack-quantized").decompress(own, scheme)["weight"]
+        exact = layer.dequantized_weight(torch.float64)
+        assert torch.allclose(theirs.double(), exact, rtol=2.0**-11, atol=0)  # groups have float16 scales, and products
+        assert layer.qtensor.zero_point.unique().numel() > 1
+
+
 def by_their_rule(x: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
     """NVFP4 activations as compressed-tensors rounds them: amax/6 of a block in the dtype of x, times a second level
     that is stored (2688 / amax of the calibration), in E4M3; the step is that divided by the level, in float32."""
@@ -143,7 +166,8 @@ def test_logits_of_nvfp4_activations(tiny, tmp_path):
         assert torch.equal(model(IDS).logits, loaded(IDS).logits)
 
 
-def test_their_checkpoint_is_read(tiny, tmp_path):
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_their_checkpoint_is_read(tiny, tmp_path, symmetric):
     """The other way: a model that compressed-tensors compressed, read by dq."""
     pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, see the extra interop")
     from compressed_tensors.compressors import ModelCompressor
@@ -151,18 +175,21 @@ def test_their_checkpoint_is_read(tiny, tmp_path):
     from compressed_tensors.quantization.utils import calculate_qparams
 
     model = tiny.llama(hidden_size=128, intermediate_size=256)
-    scheme = {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
-              "targets": ["Linear"]}  # fmt: skip
-    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"], format="pack-quantized")
+    weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": 32}
+    groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+    config = QuantizationConfig(config_groups=groups, ignore=["lm_head"], format="pack-quantized")
     apply_quantization_config(model, config)
     expected = {}
     for name, module in model.named_modules():
         if hasattr(module, "quantization_scheme"):
             blocks = module.weight.unflatten(1, (-1, 32))
-            scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), module.quantization_scheme.weights)
+            scale, zero = calculate_qparams(blocks.amin(-1), blocks.amax(-1), module.quantization_scheme.weights)
             module.weight_scale.data.copy_(scale)
-            codes = (blocks / scale[..., None]).round().clamp(-8, 7)
-            expected[name] = (codes * scale[..., None]).flatten(1).detach()
+            if not symmetric:
+                module.weight_zero_point.data.copy_(zero)
+            scale, zero = scale[..., None], zero[..., None]
+            codes = (blocks / scale + zero).round().clamp(-8, 7)
+            expected[name] = ((codes - zero) * scale).flatten(1).detach()
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.save_pretrained(tmp_path)

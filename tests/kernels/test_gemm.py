@@ -223,6 +223,7 @@ CHOICES = {
         "w4a4-nvfp4-arc": ("expand-fp8", "expand-fp8-faithful"), "w4a4-nvfp4-arc-llm": ("expand-fp8", None),
         "w4a4-int4-quarot": ("expand-fp8", "int8-mma"), "w4a4-int4-quarot-gptq": ("expand-fp8", "int8-mma"),
         "w4a4-int4-spinquant": ("expand-fp8", "int8-mma"), "int8-smooth-fold": ("int8-mma", "int8-mma"),
+        "w4a16-awq-fold": ("w4a16-gemv", "w4a16-gemv"),
     },
     (12, 0): {
         "fp8": ("cublaslt-fp8", "cublaslt-fp8"), "w4a4-int4": ("expand-fp8", "int8-mma"),
@@ -236,7 +237,8 @@ CHOICES[10, 0] = CHOICES[12, 0]
 
 
 MIXTURES = {"w4a4-auto", "w4a4-auto-best", "int8-outliers"}  # their layers are of several kinds, all in other rows
-BY_TORCH = {"fp8-static": "static activations", "w4a16-awq": "input steps smooth"}  # inputs that no kernel prepares
+# Inputs that no kernel prepares.
+BY_TORCH = {"fp8-static": "static activations"} | dict.fromkeys(("w4a16-awq", "w4a16-awq-fold"), "input steps smooth")
 
 
 def _pretend(monkeypatch, generation):

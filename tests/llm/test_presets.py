@@ -80,6 +80,10 @@ def test_outlier_channels_in_16_bits(llm, tiny, text, tmp_path):
         assert torch.equal(type(plain).from_pretrained(tmp_path)(text.ids).logits, isolated(text.ids).logits)
 
 
+WIDE = dict(hidden_size=128, intermediate_size=256, head_dim=32)
+PLAIN_W4A16 = {"name": "plain", "linear": {"weights": "int4_full/group128"}}
+
+
 def test_smoothing_that_folds_is_exported(llm, tiny, text, tmp_path):
     """Grouped queries: o_proj is plain, everything else folds, and compressed-tensors takes the whole model."""
     model = loud(llm)
@@ -93,6 +97,25 @@ def test_smoothing_that_folds_is_exported(llm, tiny, text, tmp_path):
     plain = loud(llm)
     dq.quantize(plain, tiny.recipe("int8"), progress=False)
     assert divergence(llm, model, loud(llm)) < 0.7 * divergence(llm, plain, loud(llm))
+
+
+def test_awq_that_folds_is_exported(llm, tiny, text, tmp_path):
+    """Into norms, and into the float16 scales of up_proj, which is quantized itself."""
+    model = loud(llm, **WIDE)
+    dq.quantize(model, tiny.recipe("w4a16-awq-fold"), calibration=text, progress=False)
+    with torch.no_grad():
+        before = model(text.ids).logits
+        with pytest.raises(dq.DQError, match=r"goes through smooth at run time; dq\.fold\(model\) \(--fold\)"):
+            dq.export(model, tmp_path / "out")
+        folded = dq.fold(model)
+        assert not folded.kept and len(folded.layers) == 12
+        expected = model(text.ids).logits
+        assert float((expected - before).norm() / before.norm()) < 5e-3
+        back = dq.load_exported(dq.export(model, tmp_path / "out"))
+        assert torch.equal(back(text.ids).logits, expected)
+    plain = loud(llm, **WIDE)
+    dq.quantize(plain, dq.Recipe.from_dict(PLAIN_W4A16).with_(min_features=16), progress=False)
+    assert divergence(llm, model, loud(llm, **WIDE)) < 0.7 * divergence(llm, plain, loud(llm, **WIDE))
 
 
 @pytest.mark.parametrize(("kind", "groups"), [("Llama", 1), ("Phi3", 1), ("Llama", 2), ("Phi3", 2)])

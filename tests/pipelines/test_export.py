@@ -18,7 +18,8 @@ GRIDS = [
     ("fp8_e4m3/channel", "fp8_e4m3/token"), ("fp8_e4m3/channel", None), ("fp8_e4m3/tensor", "fp8_e4m3/token"),
     ("fp8-block", "fp8-block-token"), ("int8/channel", "int8/token"), ("int8/channel", None), ("int4/group32", None),
     ("int4_full/channel", None), ("int3/group32", None), ("int4/group64", "int8/token"), ("nvfp4", None),
-    ("nvfp4@sweep", "nvfp4-token"), ("mxfp4", "mxfp4"), ("mxfp4", None), ("mxfp8", "mxfp8"),
+    ("nvfp4@sweep", "nvfp4-token"), ("mxfp4", "mxfp4"), ("mxfp4", None), ("mxfp8", "mxfp8"), ("uint4/group32", None),
+    ("uint4/channel", None), ("uint8/group32", None),
 ]  # fmt: skip
 
 
@@ -129,7 +130,7 @@ def test_mixed_schemes_name_their_layers(made, tmp_path):
 
 
 REFUSED = {
-    "zero points": (recipe("uint4/group32"), "compressed-tensors", "zero points"),
+    "zero points": (recipe("uint4/group32", "int8/token"), "compressed-tensors", "do not go with activations int8"),
     "nf4": (recipe("nf4"), "compressed-tensors", "weights nf4 have no form there"),
     "grids that do not go together": (recipe("nvfp4", "fp8_e4m3/token"), "compressed-tensors", "only nvfp4"),
     "activations in groups": (recipe("int4/group32", "int4/group32/fp32"), "compressed-tensors", "weight_only=True"),
