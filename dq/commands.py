@@ -277,11 +277,11 @@ def inspect(args: argparse.Namespace) -> None:
 
     if args.json not in (None, "-"):
         checks.output_file(args.json, (".json",))
-    found = inspect_checkpoint(args.source, args.values)
+    found = inspect_checkpoint(args.source, args.values, device=args.device, capability=args.capability)
     text = json.dumps(found.to_dict(), indent=2)
     if args.json not in (None, "-"):
         Path(args.json).write_text(text + "\n", encoding="utf-8")
-    print(text if args.json == "-" else found)
+    print(text if args.json == "-" else found.text(args.verbose))
 
 
 def catalogue(args: argparse.Namespace) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -40,11 +41,25 @@ def why_not(device: torch.device, least: tuple[int, int] = (8, 0), runs_on_cpu: 
     """
     if device.type != "cuda":
         return "" if runs_on_cpu and interpreted() and device.type == "cpu" else f"the layer is on {device.type}"
-    if not has_triton():
+    if _pretended is None and not has_triton():
         return "triton is not installed"
     if capability(device) < least:
         return f"needs compute capability {least[0]}.{least[1]}, this is {'.'.join(map(str, capability(device)))}"
     return ""
+
+
+_pretended: tuple[int, int] | None = None
+
+
+@contextmanager
+def as_on(pretended: tuple[int, int] | None) -> Iterator[None]:
+    """Inside, backends are chosen as on a GPU of this compute capability that has Triton; None changes nothing."""
+    global _pretended
+    before, _pretended = _pretended, pretended
+    try:
+        yield
+    finally:
+        _pretended = before
 
 
 @lru_cache(maxsize=8)
@@ -56,6 +71,8 @@ def capability(device: torch.device) -> tuple[int, int]:
     """(major, minor) of a CUDA device; (0, 0) of any other."""
     if device.type != "cuda":
         return (0, 0)
+    if _pretended is not None:
+        return _pretended
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
 
 

@@ -8,9 +8,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from dq import checks
 from dq.checks import one_line
 from dq.pipelines import gguf_header
 from dq.pipelines.contents import Contents, Header, Layer, check_dq, kept, layers, place, read_tensors
+from dq.pipelines.kernel_choice import Machine, kernels
+from dq.pipelines.kernel_choice import capability as parsed
 from dq.pipelines.loading import folder_of, read_config
 from dq.registry import DQError
 
@@ -28,6 +33,14 @@ def sized(nbytes: float) -> str:
     raise AssertionError
 
 
+@dataclass(frozen=True)
+class Look:
+    """How a checkpoint is looked at: whether all values are read, and whose kernels are named."""
+
+    values: bool
+    machine: Machine
+
+
 @dataclass
 class Group:
     """Quantized matrices of one kind."""
@@ -39,6 +52,8 @@ class Group:
     values: int
     nbytes: int
     example: str
+    kernel: str = ""
+    refused: dict[str, str] = field(default_factory=dict)
 
     @property
     def bits(self) -> float:
@@ -64,6 +79,8 @@ class Model:
         notes: recipe, origin and the like, one per line.
         groups: quantized matrices by kind.
         layers: name of a quantized matrix -> its format.
+        kernels: name -> what would run it, of a dq checkpoint.
+        machine: where.
         kept: names of matrices in 16 or 32 bits -> bytes.
     """
 
@@ -76,19 +93,34 @@ class Model:
     notes: list[str] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     layers: dict[str, str] = field(default_factory=dict)
+    kernels: dict[str, str] = field(default_factory=dict)
+    machine: str = ""
     kept: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, verbose: bool = False) -> str:
+        """As `dq inspect` prints it; `verbose` adds every layer, and why no kernel of higher priority runs it."""
         held = ", ".join(f"{n} {d}" for d, n in self.tensors.items()) or "not read: no safetensors"
         first = f"{self.name}: {self.kind}, {sized(self.nbytes)} in {self.files} file(s); tensors {held}"
         if not self.groups:
             return first + (f"; quantized by {self.method}" if self.method else "; not quantized")
-        rest = [f"  {note}" for note in self.notes] + [str(g) for g in self.groups]
+        rest = [f"  {note}" for note in self.notes]
+        if self.machine:
+            rest.append(f"  kernels on {self.machine}")
+        for group in self.groups:
+            rest.append(str(group))
+            rest += [f"       kernel {group.kernel}"] if group.kernel else []
+            rest += [f"         not {name}: {why}" for name, why in group.refused.items() if verbose]
         if self.kept:
             names = list(self.kept)
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             size = sized(sum(self.kept.values()))
             rest.append(f"  {len(names):>4} matrices in 16 or 32 bits, {size}: {', '.join(names[:SHOWN])}{more}")
+        if verbose:
+            wide = max(map(len, self.layers))
+            rest += [f"  {n:<{wide}}  {w}  {self.kernels.get(n, '')}".rstrip() for n, w in self.layers.items()]
         return "\n".join([first, *rest])
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +136,11 @@ class Checkpoint:
     models: list[Model]
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.models))
+        return self.text()
+
+    def text(self, verbose: bool = False) -> str:
+        """Every model's `text`."""
+        return "\n".join(m.text(verbose) for m in self.models)
 
     def to_dict(self) -> dict[str, Any]:
         return {"source": self.source, "models": [m.to_dict() for m in self.models]}
@@ -115,21 +151,26 @@ def inspect_folder(source: str) -> str:
     return str(inspect_checkpoint(source))
 
 
-def inspect_checkpoint(source: str, values: bool = False) -> Checkpoint:
+def inspect_checkpoint(
+    source: str, values: bool = False, *, device: Any = None, capability: str | None = None
+) -> Checkpoint:
     """Every model in a pipeline folder, a model folder or a file: method, recipe, layers by kind, bits, bytes, origin.
 
     Args:
         source: a folder, or one safetensors or GGUF file.
         values: look for NaN in all tensors; else only in those of at most 2^20 values.
+        device: whose kernels are named for layers that dq quantized; default: a GPU if there is one, else the CPU.
+        capability: those of a GPU of this compute capability (`"9.0"`) instead, whether or not one is here.
 
     Raises:
         DQError: no such folder or file, or nothing in it that is a model; weights that are missing or damaged, naming
-            the folder; NaN or Inf; a dq checkpoint newer than this dq.
+            the folder; NaN or Inf; a dq checkpoint newer than this dq; a device that is not here.
     """
+    look = Look(values, _machine(device, capability))
     path = Path(source).expanduser() if str(source).strip() else None
     if path is not None and path.is_file():
-        with one_line(f"{source} is damaged"):
-            return Checkpoint(source, [_file(path, values)])
+        with one_line(f"cannot inspect {source}"):
+            return Checkpoint(source, [_file(path, look)])
     root = folder_of(source)
     if root is None:
         raise DQError(f"{source} is no local folder or file; dq inspect reads files and downloads nothing")
@@ -137,13 +178,21 @@ def inspect_checkpoint(source: str, values: bool = False) -> Checkpoint:
     configs = [*root.glob("config.json"), *root.glob("*/config.json")]
     found, models = sorted({p.parent for p in configs if p.parent.name not in other}), []
     for folder in found:
-        with one_line(f"{folder} is damaged"):
-            models.append(_folder(folder, root, values))
+        with one_line(f"cannot inspect {folder}"):
+            models.append(_folder(folder, root, look))
     if not found:
-        models = _loose(root, values)
+        models = _loose(root, look)
     if not models:
         raise DQError(f"{source} holds no model: no config.json, and no safetensors or GGUF file")
     return Checkpoint(source, models)
+
+
+def _machine(device: Any, capability: str | None) -> Machine:
+    if capability is None:
+        return Machine(checks.device(device))
+    if device is not None:
+        raise DQError("give a device or a compute capability, not both")
+    return Machine(torch.device("cuda"), parsed(capability))
 
 
 def _check_components(root: Path) -> set[str]:
@@ -151,7 +200,7 @@ def _check_components(root: Path) -> set[str]:
     other: set[str] = set()
     if not (root / "model_index.json").is_file():
         return other
-    with one_line(f"{root} is damaged"):
+    with one_line(f"cannot inspect {root}"):
         for name, entry in read_config(root / "model_index.json").items():
             if isinstance(entry, list) and any(entry) and not (root / name).is_dir():
                 raise DQError(f"model_index.json names the component {name!r}, whose folder is missing")
@@ -160,13 +209,13 @@ def _check_components(root: Path) -> set[str]:
     return other
 
 
-def _folder(folder: Path, root: Path, values: bool) -> Model:
+def _folder(folder: Path, root: Path, look: Look) -> Model:
     config, files = read_config(folder / "config.json"), _weights(folder)
     kind = config.get("_class_name") or ", ".join(config.get("architectures") or ["model"])
-    return _model("." if folder == root else folder.name, kind, files, config, values)
+    return _model("." if folder == root else folder.name, kind, files, config, look)
 
 
-def _loose(root: Path, values: bool) -> list[Model]:
+def _loose(root: Path, look: Look) -> list[Model]:
     """Files without a config: shards of one model together, every other file by itself."""
     files = sorted([*root.glob("*.safetensors"), *root.glob("*.gguf")])
     sets: dict[str, list[Path]] = {}
@@ -174,9 +223,9 @@ def _loose(root: Path, values: bool) -> list[Model]:
         sets.setdefault(re.sub(r"-\d{5}-of-\d{5}(?=\.)", "", path.name), []).append(path)
     models = []
     for name, parts in sets.items():
-        with one_line(f"{root / name} is damaged"):
+        with one_line(f"cannot inspect {root / name}"):
             _complete(parts)
-            models.append(_file(parts[0], values) if len(parts) == 1 else _model(name, "model", parts, {}, values))
+            models.append(_file(parts[0], look) if len(parts) == 1 else _model(name, "model", parts, {}, look))
     return models
 
 
@@ -187,7 +236,7 @@ def _complete(parts: list[Path]) -> None:
         raise DQError(f"{len(parts)} of {int(found[1])} shards are there")
 
 
-def _file(path: Path, values: bool) -> Model:
+def _file(path: Path, look: Look) -> Model:
     if path.suffix == ".gguf":
         return _gguf(path)
     if path.suffix != ".safetensors":
@@ -196,7 +245,7 @@ def _file(path: Path, values: bool) -> Model:
     if beside.is_file() and len(list(path.parent.glob("*.safetensors"))) == 1:
         config = read_config(beside)
     kind = config.get("_class_name") or ", ".join(config.get("architectures") or ["model"])
-    return _model(path.name, kind, [path], config, values)
+    return _model(path.name, kind, [path], config, look)
 
 
 def _weights(folder: Path) -> list[Path]:
@@ -212,23 +261,24 @@ def _weights(folder: Path) -> list[Path]:
     return files
 
 
-def _model(name: str, kind: str, files: list[Path], config: dict[str, Any], values: bool) -> Model:
+def _model(name: str, kind: str, files: list[Path], config: dict[str, Any], look: Look) -> Model:
     if files[0].suffix == ".gguf":
         return _gguf(files[0])
     nbytes = sum(f.stat().st_size for f in files)
     method = str((config.get("quantization_config") or {}).get("quant_method") or "")
     if files[0].suffix != ".safetensors":
         return Model(name, kind, method, len(files), nbytes, {})
-    contents = read_tensors(files, config, values)
+    contents = read_tensors(files, config, look.values)
     notes = []
     if method == "dq":
         check_dq(contents.quantization)
         notes = _dq_notes(contents.quantization)
-    return _described(Model(name, kind, method, len(files), nbytes, _dtypes(contents), notes), contents)
+    model = Model(name, kind, method, len(files), nbytes, _dtypes(contents), notes)
+    return _described(model, contents, look.machine if method == "dq" else None)
 
 
-def _described(model: Model, contents: Contents) -> Model:
-    """Fills in what is quantized and what is not."""
+def _described(model: Model, contents: Contents, machine: Machine | None = None) -> Model:
+    """Fills in what is quantized and what is not, and which kernels of a machine would run it."""
     found = layers(contents)
     if model.method == "dq":
         lost = next((n for n in contents.quantization["layers"] if n not in found), None)
@@ -236,13 +286,16 @@ def _described(model: Model, contents: Contents) -> Model:
             raise DQError(f"it lacks the tensors of {lost}, which its config describes")
     if not found:
         return model
-    groups: dict[tuple[str, str, str], list[tuple[str, Layer]]] = {}
+    runs = {} if machine is None else kernels(contents, machine)
+    model.machine, model.kernels = str(machine or ""), {n: str(k) for n, k in runs.items()}
+    groups: dict[tuple[str, str, str, str], list[tuple[str, Layer]]] = {}
     for name, layer in found.items():
-        groups.setdefault((layer.format, layer.activations, layer.extra), []).append((name, layer))
-    model.groups = [
-        Group(*key, len(own), sum(x.values for _, x in own), sum(x.nbytes for _, x in own), own[0][0])
-        for key, own in groups.items()
-    ]
+        key = (layer.format, layer.activations, layer.extra, model.kernels.get(name, ""))
+        groups.setdefault(key, []).append((name, layer))
+    for (*key, kernel), own in groups.items():
+        first, refused = own[0][0], runs[own[0][0]].refused if kernel else {}
+        sums = sum(x.values for _, x in own), sum(x.nbytes for _, x in own)
+        model.groups.append(Group(*key, len(own), *sums, first, kernel, refused))
     if not model.notes:
         total = Group("", "", "", 0, sum(g.values for g in model.groups), sum(g.nbytes for g in model.groups), "")
         by = f"quantized by {model.method}, " if model.method else ""

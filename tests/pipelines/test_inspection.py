@@ -8,7 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dq
+from dq.kernels.library import as_on
+from dq.linear import quantized_linears
+from dq.pipelines.contents import Contents, Header
 from dq.pipelines.inspection import inspect_checkpoint, sized
+from dq.pipelines.kernel_choice import Machine, kernels, width
 from dq.recipe import Recipe
 from dq.registry import DQError
 
@@ -153,7 +157,7 @@ def test_plain_sharded_and_loose_files(tiny, tmp_path):
     loose = only(tmp_path / "sharded")
     assert loose.files == found.files and loose.tensors == found.tensors
     next((tmp_path / "sharded").glob("*00002-of*")).unlink()
-    with pytest.raises(DQError, match=r"is damaged: \d of \d shards are there"):
+    with pytest.raises(DQError, match=r"cannot inspect .*: \d of \d shards are there"):
         only(tmp_path / "sharded")
     two = tmp_path / "two"
     two.mkdir()
@@ -194,7 +198,7 @@ def test_bad_files(tiny, tmp_path):
     tensors = load_file(path)
     name = "transformer_blocks.0.attn.to_q.weight_scale"
     save_file(tensors | {name: torch.full_like(tensors[name], float("nan"))}, path)
-    with pytest.raises(DQError, match=rf"a is damaged: .*{name} holds NaN or Inf"):
+    with pytest.raises(DQError, match=rf"cannot inspect .*a: .*{name} holds NaN or Inf"):
         only(tmp_path / "a")
     save_file({k: t for k, t in tensors.items() if not k.startswith("transformer_blocks.0.attn.to_q.")}, path)
     with pytest.raises(DQError, match=r"lacks the tensors of transformer_blocks\.0\.attn\.to_q, which its config"):
@@ -205,7 +209,7 @@ def test_bad_files(tiny, tmp_path):
         only(large, values=True)
     for name, content in {"a.safetensors": b"nonsense", "b.bin": b"", "c.gguf": b"GGML"}.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DQError, match="is damaged") as error:
+        with pytest.raises(DQError, match="cannot inspect") as error:
             only(tmp_path / name)
         assert name in str(error.value) and "\n" not in str(error.value)
     (tmp_path / "empty").mkdir()
@@ -235,3 +239,62 @@ def test_json(tiny, tmp_path, capsys):
         model
     ]
     assert cli.main(["inspect", str(tmp_path / "a"), "--json", str(tmp_path / "a.txt")]) == 2
+
+
+def test_kernels_are_those_that_the_loaded_model_takes(tiny, tmp_path):
+    """On this machine, and as on a GPU that is not here; a width that no kernel takes has a row of its own."""
+    model = tiny.flux(torch.bfloat16, num_layers=1, num_single_layers=1)
+    dq.quantize(model, tiny.recipe("w4a4-nvfp4-svd"), calibration=[tiny.flux_inputs(torch.bfloat16)], progress=False)
+    model.save_pretrained(tmp_path)
+    loaded = quantized_linears(type(model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16))
+    for device, capability in (("cpu", None), ("cuda", (8, 0)), ("cuda", (9, 0)), ("cuda", (12, 0))):
+        where = {"device": device} if capability is None else {"capability": "{}.{}".format(*capability)}
+        found = only(tmp_path, **where)
+        with as_on(capability):
+            for name, layer in loaded.items():
+                choice = layer.choose(torch.device(device), torch.bfloat16)
+                assert found.kernels[name].startswith(f"{choice.backend.name}, activations "), name
+                layer._choice = None  # which is remembered by device, not by what it is pretended to be
+                group = next(g for g in found.groups if g.example == name or g.kernel == found.kernels[name])
+                assert set(group.refused) == set(choice.refused)
+        assert len(found.kernels) == len(loaded) == sum(g.layers for g in found.groups)
+    assert "kernel block-scaled-mma, activations nvfp4-token" in str(found)
+    assert "not block-scaled-mma" in only(tmp_path, capability="9.0").text(verbose=True)
+    with pytest.raises(DQError, match="a compute capability is written as"):
+        only(tmp_path, capability="90")
+    with pytest.raises(DQError, match="not both"):
+        only(tmp_path, device="cpu", capability="9.0")
+
+
+@pytest.mark.parametrize("preset", ["fp8-static", "int8-smooth", "w4a16-awq", "w4a4-int4-convrot", "w4a4-nvfp4-arc"])
+def test_kernels_need_no_weights(tiny, preset):
+    """From shapes alone the choice is the one that a layer with its tensors makes."""
+    layer, _ = tiny.layer(preset, 128, 256, dtype=torch.bfloat16)
+    own = {n: Header(tuple(t.shape), "", 0) for n, t in layer.state_dict().items()}
+    assert width(layer.config, own) == 256
+    config = {"kinds": [layer.config.to_dict()], "layers": {"a": {"kind": 0}}}
+    for capability in ((8, 0), (9, 0), (12, 0)):
+        machine = Machine(torch.device("cuda"), capability)
+        found = kernels(Contents({"quantization_config": config}, {"a": own}), machine)["a"]
+        with as_on(capability):
+            layer._choice = None
+            choice = layer.choose(machine.device, machine.dtype)
+        assert (found.name, found.grid) == (choice.backend.name, choice.backend.grid(layer.params))
+        assert (found.in_torch, found.refused) == (choice.backend.in_torch(layer.params), choice.refused)
+
+
+def test_a_width_that_is_padded(tiny):
+    """40 inputs rest as two groups of 32; a factor per channel says which of them are there."""
+    for transforms, k in (((), 64), (("smooth",), 40)):
+        plan = recipe("int4/group32", transforms=list(transforms))
+        layer, _ = tiny.layer(plan, 32, 40)
+        own = {n: Header(tuple(t.shape), "", 0) for n, t in layer.state_dict().items()}
+        assert width(layer.config, own) == k
+    with pytest.raises(DQError, match="do not fit its config"):
+        width(layer.config, own | {"weight_scale": Header((32, 3), "F16", 0)})
+
+
+def test_another_kind_of_file_is_not_called_damaged(tmp_path):
+    (tmp_path / "model.bin").write_bytes(b"x")
+    with pytest.raises(DQError, match=r"cannot inspect .*model\.bin: it is neither a safetensors nor a GGUF file"):
+        only(tmp_path / "model.bin")

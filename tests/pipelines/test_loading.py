@@ -79,7 +79,7 @@ def test_inspect_names_the_damaged_folder(copy, damage):
     folder = copy("flux")
     assert "int8" in inspect_folder(str(folder))
     DAMAGE[damage](folder)
-    with pytest.raises(dq.DQError, match="flux is damaged"):
+    with pytest.raises(dq.DQError, match=r"cannot inspect .*flux: "):
         inspect_folder(str(folder))
 
 
@@ -89,7 +89,7 @@ def test_inspect_misses_nothing_of_a_pipeline(copy):
     folder = copy("pipe")
     assert len(inspect_folder(str(folder)).splitlines()) == 4
     next((folder / "vae").glob("*.safetensors")).unlink()
-    with pytest.raises(dq.DQError, match=r"vae is damaged: it has a config\.json and no weights"):
+    with pytest.raises(dq.DQError, match=r"cannot inspect .*vae: it has a config\.json and no weights"):
         inspect_folder(str(folder))
     shutil.rmtree(folder / "vae")
     with pytest.raises(dq.DQError, match="names the component 'vae', whose folder is missing"):
