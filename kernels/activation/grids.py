@@ -5,7 +5,7 @@
     int8, int4   1; the second level is amax / 127, amax / 7             rne(x / second) / base
     int4-group   largest group scale / 32                                rne(x / scale) * scale / base
     nvfp4        8                                                       e2m1(x / (scale * second)) * scale / base
-                 (scales by absmax, or for blocks of 16 the adaptive rule `4over6`)
+                 (scales by absmax, or for blocks of 16 the rules `4over6` and `sweep`)
     mxfp4        largest group scale / 64                                e2m1(x / scale) * scale / base
     mxfp8        largest group scale                                     e4m3(x / scale) * scale / base
     fp8-group    none: a scale for each group instead                    x / scale
@@ -34,7 +34,7 @@ class Grid:
         kind: as in the table above.
         group: elements of a block, 0 if the row has one scale.
         half: whether group scales are FP16.
-        rule: exponent mode of MX; of NVFP4 `4over6` or, for absmax, "".
+        rule: exponent mode of MX; of NVFP4 `4over6`, `sweep` or, for absmax, "".
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Grid:
 def grid_of(spec: QuantSpec) -> Grid | str:
     """The grid of a spec, or why the kernel does not have it."""
     plain = not spec.rule_params and spec.profile == "dq" and not spec.k_segments and not spec.row_segments
-    adaptive = spec.scale_rule == "4over6" and spec.columns == 16
+    adaptive = spec.scale_rule in ("4over6", "sweep") and spec.scale_format == "fp8_e4m3" and spec.columns == 16
     if not plain or not (spec.scale_rule == "absmax" or spec.scale_format == "e8m0" or adaptive):
         return f"no activation kernel for {spec}: only scales by absmax, without parameters, segments or profiles"
     if spec.strategy == "token" and spec.scale_format == "fp32" and spec.global_scale is None:

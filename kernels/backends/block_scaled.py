@@ -1,11 +1,15 @@
-"""Blackwell's block-scaled tensor cores: NVFP4, MXFP4 and MXFP8 weights and activations as they rest."""
+"""Blackwell's block-scaled tensor cores: NVFP4, MXFP4 and MXFP8 weights and activations as they rest.
+
+Residual channels are further columns of both operands in the same blocks; a low-rank branch is added before the one
+rounding of the result.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from dq.kernels.backends.scaled_mm import add_low_rank
+from dq.kernels.backends.scaled_mm import low_rank
 from dq.kernels.gemm import layout, rows
 from dq.kernels.gemm.block_scaled import block_scaled
 from dq.kernels.library import capability, why_not
@@ -25,17 +29,17 @@ def _refuse(params: LinearParams, device: torch.device, dtype: torch.dtype) -> s
     why = why_not(device, (10, 0))
     if why or capability(device)[0] not in (10, 12):
         return why or f"no block-scaled tensor cores on compute capability {capability(device)}"
-    k = params.weight.shape[1]
-    return "residual columns" if params.residual else "" if k % 64 == 0 else f"K={k}: multiples of 64"
+    whole = params.residual % grid.columns == 0 and (params.width % grid.columns == 0 or not params.residual)
+    return "" if whole else f"{params.residual} residual columns of K={params.width}: no whole groups of {grid}"
 
 
 def _run(x: Tensor, params: LinearParams) -> Tensor:
     """x [M, K] -> [M, N]; exact products, float32 sums, one rounding to the dtype of x."""
     lay = layout.layout_of(params.weight.spec)
     codes, scale, unit = layout.parts(params.weight)
-    a, sa, row = rows.pack(x, params.steps, params.activations)
-    y = block_scaled(a, sa, row, codes, scale, unit, params.bias, lay.kind, lay.group, x.dtype)
-    return add_low_rank(y, x, params)
+    a, sa, row = rows.packed(x, params)
+    bias, (low, up) = params.bias, low_rank(x, params)
+    return block_scaled(a, sa, row, codes, scale, unit, bias, lay.kind, lay.group, x.dtype, low, up)
 
 
 def _in_torch(params: LinearParams) -> str:

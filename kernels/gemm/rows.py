@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from dq.columns import join_columns, take_columns
 from dq.kernels.activation import api
 from dq.kernels.gemm.expand import two_stages
 from dq.ops import LinearParams
 from dq.qtensor import choose_scale, effective_scale, encode
+from dq.scales import amax as block_amax
 from dq.scales import ceil_log2, divide, power
 from dq.spec import QuantSpec
 from dq.transforms import Step, apply_steps
@@ -32,13 +37,18 @@ def prepared(
 ) -> tuple[Tensor, Tensor]:
     """`activate` for a layer's x [M, K]; once for layers that get the same x and make the same of it."""
     job = (x, params.steps, grid, target, params.residual, params.dual, extra, width, params.fuse)
-    if params.shared is None or extra is not None:
-        return activate(*job)
+    return activate(*job) if extra is not None else _once(params, (grid, target, width), lambda: activate(*job))
+
+
+def _once(params: LinearParams, key: tuple, make: Callable[[], Any]) -> Any:
+    """What `make` gives, kept for other layers that get the same x, and make the same of it by the same steps."""
+    if params.shared is None:
+        return make()
     steps = tuple((s.name, str(s.params), *map(id, s.tensors.values())) for s in params.steps)
-    key = (steps, grid, target, params.residual, params.dual, width)
+    key = (steps, *key, params.residual, params.dual)
     found = params.shared.get(key)
     if found is None:  # with the steps: as long as they live, no other tensor has the identity of one of theirs
-        found = params.shared[key] = activate(*job), params.steps
+        found = params.shared[key] = make(), params.steps
     return found[0]
 
 
@@ -143,12 +153,30 @@ def _executed(x: Tensor, grid: QuantSpec, extra: Tensor | None) -> tuple[Tensor,
     return codes[:, : x.shape[1]] * steps, row if factor is None else row * factor
 
 
-def pack(x: Tensor, steps: list[Step], grid: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(codes, block scales [M, G], second level float32 [M] or None) of `pre(x)`, for block-scaled products."""
-    if grid.fmt.bits == 4 and not api.why_not(steps, grid, "packed", x.shape[1]):
-        codes, row, scale = api.pack(x, steps, grid)
+def packed(x: Tensor, params: LinearParams) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`pack` for a layer's x [M, K]; once for layers that get the same x and make the same of it."""
+    job = (x, params.steps, params.activations, params.residual, params.dual)
+    return _once(params, (params.activations, "packed"), lambda: pack(*job))
+
+
+def pack(
+    x: Tensor, steps: list[Step], grid: QuantSpec, residual: int = 0, dual: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, block scales [M, G], second level float32 [M] or None) of `pre(x)`, for block-scaled products.
+
+    Codes and scales are those of whole groups: zeros fill the last one. Residual columns as of `dq.ops`: the codes of
+    `x'_o - Q(x')_o` behind those of x', and with `dual` those of x'_o again.
+    """
+    k = x.shape[1]
+    if grid.fmt.bits == 4 and not api.why_not(steps, grid, "packed", k, residual):
+        width = grid.fmt.packed_width(grid.padded_width(k) + residual * (1 + dual))
+        codes, row, scale = api.unchecked(x, steps, grid, "packed", residual, dual, None, width)
         two = grid.global_scale is not None
         return codes, scale.view(grid.scale_dtype), row.reshape(-1) if two else None
     x32 = apply_steps(x.to(torch.float32), steps)
     q = encode(x32, choose_scale(x32, grid), grid)
+    if residual:
+        rest = (x32 - q.dequantize())[:, -residual:]
+        scales = choose_scale(rest, grid, block_amax(x32) if grid.global_scale == "token" else None)
+        q = join_columns([q, encode(rest, scales, grid)] + [take_columns(q, k - residual)] * dual)
     return q.codes, q.scale, None if q.global_scale is None else q.global_scale.reshape(-1)

@@ -15,7 +15,7 @@ from dq.spec import QuantSpec
 from dq.transforms import Step
 
 GRIDS = ("fp8_e4m3/token", "int8/token", "int4/token", "int4/group64/fp32", "nvfp4-token", "mxfp4", "mxfp8@even")
-GRIDS += ("fp8-block-token", "int4/group32/fp16", "mxfp4@rceil", "nvfp4-token@4over6")
+GRIDS += ("fp8-block-token", "int4/group32/fp16", "mxfp4@rceil", "nvfp4-token@4over6", "nvfp4-token@sweep")
 Case = tuple[str, torch.Tensor, list[Step], str, str, dict[str, Any]]
 G = torch.Generator().manual_seed(0)
 
@@ -40,7 +40,7 @@ def turned(size: int) -> Step:
 def targets(grid: str) -> tuple[str, ...]:
     more = {"int8/token": ("int8",), "int4/token": ("e4m3", "int8", "packed")}
     more |= dict.fromkeys(("int4/group64/fp32", "int4/group32/fp16"), ("e4m3", "int8"))
-    more |= dict.fromkeys(("nvfp4-token", "mxfp4", "mxfp4@rceil", "nvfp4-token@4over6"), ("e4m3", "packed"))
+    more |= dict.fromkeys(("nvfp4-token", "mxfp4", "mxfp4@rceil", *GRIDS[-2:]), ("e4m3", "packed"))
     return more.get(grid, ("e4m3",))
 
 
@@ -79,7 +79,8 @@ def columns(rows: int, width: int) -> Iterator[Case]:
         yield f"residual {dual} H16", x, [smooth(width), turned(16)], "nvfp4-token", "e4m3", arguments
         arguments = dict(residual=32, dual=dual, width=width)
         yield f"residual {dual} packed", x, [], "nvfp4-token", "packed", arguments
-        yield f"residual {dual} packed 4over6", x, [], "nvfp4-token@4over6", "packed", arguments
+        for grid in GRIDS[-2:]:
+            yield f"residual {dual} packed {grid}", x, [], grid, "packed", arguments
 
 
 def fronts(rows: int, width: int) -> Iterator[Case]:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 
-def ptx(kernel: Any, generation: int, types: dict[str, str], constants: dict[str, Any], **options: int) -> str:
-    """PTX of `kernel`. Pointers and `types` of "i32*16" are multiples of 16, other arguments are plain i32.
+def build(kernel: Any, generation: int, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
+    """The compiled `kernel`: PTX in `.asm`, needs in `.metadata`.
+
+    Pointers and `types` of "i32*16" are multiples of 16, other arguments are plain i32.
 
     Args:
         types: argument -> Triton type.
@@ -27,7 +29,12 @@ def ptx(kernel: Any, generation: int, types: dict[str, str], constants: dict[str
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", generation, 32), options=options)
     assert compiled.asm["cubin"]
-    return compiled.asm["ptx"]
+    return compiled
+
+
+def ptx(*what: Any, **options: int) -> str:
+    """PTX of a kernel, see `build`."""
+    return build(*what, **options).asm["ptx"]
 
 
 def products(text: str) -> set[str]:

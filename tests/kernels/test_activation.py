@@ -19,7 +19,7 @@ from dq.transforms import Step
 CASES = Path(__file__).with_name("activation_cases.py")
 GENERATIONS = (80, 89, 90, 100, 120)
 GRIDS = ("int8/token", "int4/token", "int4/group64/fp32", "nvfp4-token", "mxfp4", "mxfp8@even", "fp8-block-token")
-GRIDS += ("nvfp4-token@4over6",)
+GRIDS += ("nvfp4-token@4over6", "nvfp4-token@sweep")
 FP8 = QuantSpec.parse("fp8_e4m3/token")
 NVFP4 = QuantSpec.parse("nvfp4-token")
 ROTATE = Step("rotate", params={"size": 256})
@@ -101,6 +101,9 @@ def test_compiles_for(generation, tmp_path, monkeypatch):
     _ptx(generation, KIND="int4-group", GROUP=64, TARGET="int8")
     packed = _ptx(generation, KIND="nvfp4", GROUP=16, TARGET="packed")
     assert not re.search(r"cvt\S*e4m3", packed) and len(re.findall(r"st\.global", packed)) <= each // 8 * 2 + 2
+    if generation >= 100:  # as w4a4-nvfp4-arc-llm makes it for block-scaled tensor cores
+        arc = dict(RULE="sweep", RESIDUAL=32, DUAL=True, PERMUTE=True)
+        assert "cvt.rn.satfinite" not in _ptx(generation, KIND="nvfp4", GROUP=16, TARGET="packed", **arc)
 
 
 @pytest.mark.parametrize("text", [*GRIDS, "int4/group64"])
@@ -131,7 +134,9 @@ def ptx_count(ptx: str, word: str) -> int:
         ([], QuantSpec.parse("nvfp4"), "e4m3", 512, 0, "no activation kernel"),
         ([], QuantSpec.parse("fp8_e5m2/token"), "e4m3", 512, 0, "no activation kernel"),
         ([], QuantSpec.parse("int8/token@mse"), "int8", 512, 0, "absmax"),
-        ([], QuantSpec.parse("nvfp4-token@sweep"), "e4m3", 512, 0, "absmax"),
+        ([], QuantSpec.parse("nvfp4-token@mse"), "e4m3", 512, 0, "absmax"),
+        ([], QuantSpec.parse("nvfp4-token@sweep").with_(rule_params=(("low", -2),)), "e4m3", 512, 0, "parameters"),
+        ([], QuantSpec.parse("nvfp4-token@sweep"), "packed", 512, 32, ""),
         ([], QuantSpec.parse("nvfp4-token@4over6"), "e4m3", 512, 32, ""),
         ([], FP8, "e4m3", 40000, 0, "at most 32768"),
         ([], FP8, "e4m3", 512, 16, ""),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dq.linear import QuantizedLinear
-from dq.ops import BACKENDS, Choice, choose_backend, reference_qlinear
+from dq.ops import BACKENDS, Choice, LinearParams, choose_backend, reference_qlinear
 from dq.qtensor import quantize
 from dq.spec import QuantSpec
 from dq.transforms import Step, apply_steps
@@ -104,3 +104,56 @@ def test_fp8_runs_on_tensor_cores():
     odd(torch.randn(4, 96, device="cuda").bfloat16())
     assert odd._choice[1].backend.name == "expand-bf16"
     assert "multiple of 16" in odd._choice[1].refused["cublaslt-fp8"]
+
+
+def _residual(weights: str, grid: str, k: int, count: int, dual: bool) -> LinearParams:
+    g = torch.Generator().manual_seed(k)
+    w = torch.randn(24, k + count * (1 + dual), generator=g) * 0.05
+    side = torch.randn(4, k, generator=g).bfloat16() * 0.1, torch.randn(24, 4, generator=g).bfloat16() * 0.1
+    spec, bias = QuantSpec.parse(grid), torch.randn(24, generator=g)
+    return LinearParams(quantize(w, QuantSpec.parse(weights)), spec, [], *side, bias, residual=count, dual=dual)
+
+
+@pytest.mark.parametrize(
+    ("weights", "grid", "k", "count", "dual"),
+    [
+        ("nvfp4", "nvfp4-token", 96, 16, False),
+        ("nvfp4@sweep", "nvfp4-token@sweep", 112, 48, True),
+        ("nvfp4", "nvfp4-token@mse", 96, 32, True),  # a rule that the activation kernel does not have
+        ("nvfp4", "nvfp4-token", 100, 0, False),
+        ("mxfp4", "mxfp4", 96, 32, True),
+        ("mxfp8", "mxfp8", 70, 0, False),
+    ],
+)
+def test_block_scaled_layers_of_any_width(weights, grid, k, count, dual, monkeypatch):
+    """Residual columns, a low-rank branch and a bias on Blackwell: operands as its kernel gets them, multiplied by
+    their definition here; K + S need not fill a tile. 0 and a few rows."""
+    from dq.kernels import library
+
+    params = _residual(weights, grid, k, count, dual)
+    backend = BACKENDS.get("block-scaled-mma")
+    for rows in (0, 5):
+        x = torch.randn(rows, k, generator=torch.Generator().manual_seed(1))
+        y = backend.run(x, params)
+        want = reference_qlinear(x, params)
+        # float32 throughout, but for the branch, whose first factor is a BF16 product.
+        assert y.shape == want.shape and (not rows or float((y - want).norm() / want.norm()) < 1e-3)
+    monkeypatch.setattr(library, "_capability", lambda index: (12, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(library, "has_triton", lambda: True)
+    assert not backend.refuse(params, torch.device("cuda"), torch.bfloat16)
+    odd = _residual(weights, grid, k, 8, dual)
+    assert "no whole groups" in backend.refuse(odd, torch.device("cuda"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dual", [False, True])
+def test_packed_by_torch_is_packed_by_the_kernel(dual, monkeypatch):
+    """The way around the activation kernel gives its bytes; blocks of zeros have any scale."""
+    from dq.kernels.activation import api
+    from dq.kernels.gemm import rows
+
+    x, grid = torch.randn(6, 96, generator=torch.Generator().manual_seed(0)), QuantSpec.parse("nvfp4-token@4over6")
+    kernel = rows.pack(x, [], grid, 32, dual)
+    monkeypatch.setattr(api, "why_not", lambda *args: "not this time")
+    for a, b in zip(kernel, rows.pack(x, [], grid, 32, dual), strict=True):
+        assert torch.equal(a.float(), b.float())

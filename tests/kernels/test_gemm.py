@@ -129,7 +129,7 @@ def _arguments() -> dict[str, tuple]:
         "expand": (codes, scale, unit, torch.randn(16, 4), lay.kind, lay.group, lay.rows, 64, 80, E4M3),
         "weight_only": (x, codes, scale, unit, None, lay.kind, lay.group, lay.rows),
         "gemm8": (a, b, torch.rand(3, 1), torch.rand(16, 1), None, None, None, 0, 1, torch.bfloat16),
-        "block_scaled": (*acts, nv.codes, nv.scale, nv.global_scale, None, "e2m1", 16, torch.bfloat16),
+        "block_scaled": (*acts, nv.codes, nv.scale, nv.global_scale, None, None, None, "e2m1", 16, torch.bfloat16),
     }
 
 
@@ -170,10 +170,12 @@ def test_few_and_many_rows_agree():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", ["cublaslt-fp8", "int8-mma", "fp8-block"])
+@pytest.mark.parametrize("name", ["cublaslt-fp8", "int8-mma", "fp8-block", "block-scaled-mma"])
 def test_a_small_branch_is_kept(name, device):
     """A low-rank branch of 1e-4 of the weight, as a fused LoRA may be: what a layer gives with it less what it gives
     without it, projected on what it should be. Added to a BF16 result, a fifth of it would be left."""
+    if name == "block-scaled-mma" and device == "cuda" and torch.cuda.get_device_capability() < (10, 0):
+        pytest.skip("no block-scaled tensor cores")
     weights, grid = LAYERS[name]
     g = torch.Generator().manual_seed(0)
     w, x = torch.randn(512, 256, generator=g) * 0.05, torch.randn(200, 256, generator=g).bfloat16()
@@ -220,7 +222,8 @@ CHOICES = {
         "w4a4-int4-convrot": ("expand-fp8", "int8-mma"),
         "w4a4-int4-svd": ("expand-fp8", "int8-mma"), "w4a4-nvfp4": ("expand-fp8", "expand-fp8-faithful"),
         "w4a4-nvfp4-svd": ("expand-fp8", "expand-fp8-faithful"),
-        "w4a4-nvfp4-arc": ("expand-fp8", "expand-fp8-faithful"), "w4a4-nvfp4-arc-llm": ("expand-fp8", None),
+        "w4a4-nvfp4-arc": ("expand-fp8", "expand-fp8-faithful"),
+        "w4a4-nvfp4-arc-llm": ("expand-fp8", "expand-fp8-faithful"),
         "w4a4-int4-quarot": ("expand-fp8", "int8-mma"), "w4a4-int4-quarot-gptq": ("expand-fp8", "int8-mma"),
         "w4a4-int4-spinquant": ("expand-fp8", "int8-mma"), "int8-smooth-fold": ("int8-mma", "int8-mma"),
         "w4a16-awq-fold": ("w4a16-gemv", "w4a16-gemv"),
@@ -229,7 +232,11 @@ CHOICES = {
         "fp8": ("cublaslt-fp8", "cublaslt-fp8"), "w4a4-int4": ("expand-fp8", "int8-mma"),
         "w4a4-nvfp4": ("block-scaled-mma", "block-scaled-mma"),
         "w4a4-nvfp4-svd": ("block-scaled-mma", "block-scaled-mma"),
-        "w4a4-nvfp4-arc": ("expand-fp8", "expand-fp8-faithful"),
+        "w4a4-nvfp4-arc": ("block-scaled-mma", "block-scaled-mma"),
+        "w4a4-nvfp4-arc-llm": ("block-scaled-mma", "block-scaled-mma"),
+        "w4a4-mxfp4": ("block-scaled-mma", "block-scaled-mma"), "w4a8": ("expand-fp8", "expand-fp8-faithful"),
+        "int8": ("int8-mma", "int8-mma"), "w4a16": ("w4a16-gemv", "w4a16-gemv"),
+        "w4a4-int4-svd": ("expand-fp8", "int8-mma"),
     },
 }  # fmt: skip
 CHOICES[8, 9] = CHOICES[9, 0]

@@ -8,8 +8,10 @@ import triton
 import triton.language as tl
 
 from dq.kernels.activation.jit.rotate import group_max, pair_sum
-from dq.kernels.quantize.jit.floats import divide, round_float
+from dq.kernels.quantize.jit.floats import divide, e4m3_value, round_float
+from dq.scales.block import WINDOW
 
+LOW, HIGH = (tl.constexpr(i) for i in WINDOW)  # of `sweep`
 TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
 
 
@@ -111,23 +113,45 @@ def row_levels(top, beside, KIND: tl.constexpr, HALF: tl.constexpr, RULE: tl.con
 
 @triton.jit
 def _block_scale(scale, unit, FUSED: tl.constexpr):
-    """Block scales, still times the second level, as E4M3 holds them."""
+    """(value, code) of block scales, still times the second level, as E4M3 holds them."""
     scale = divide(scale, unit, tl.div_rn(1.0, unit), FUSED)
-    scale, _ = round_float(tl.minimum(tl.maximum(scale, 0.001953125), 448.0), -6, 3)
+    return round_float(tl.minimum(tl.maximum(scale, 0.001953125), 448.0), -6, 3)
+
+
+@triton.jit
+def _elements(y, scale, unit, EXACT: tl.constexpr, FUSED: tl.constexpr, C: tl.constexpr):
+    """(elements of E2M1 [C, 8], squared error of their blocks [C]) at block scales [C]."""
+    step = (scale * unit)[:, None]
+    v = round_signed(quotient(y, step, EXACT, FUSED), 0, 1, 6.0)
+    return v, pair_sum(v * step - y, C)
+
+
+@triton.jit
+def _swept(y, scale, code, unit, EXACT: tl.constexpr, FUSED: tl.constexpr, C: tl.constexpr):
+    """The block scale of least error among E4M3 codes in [code + LOW, code + HIGH]; of equals the nearest to `code`,
+    then the lower: -1, 1, -2, 2, ... as far as both reach."""
+    _, least = _elements(y, scale, unit, EXACT, FUSED, C)
+    for i in range(1, HIGH - LOW + 1):
+        offset = tl.where(i > -2 * LOW, i + LOW, tl.where(i % 2 == 1, -((i + 1) // 2), i // 2))
+        other = e4m3_value(tl.minimum(tl.maximum(code + offset, 1), 126))
+        _, now = _elements(y, other, unit, EXACT, FUSED, C)
+        scale = tl.where(now < least, other, scale)
+        least = tl.minimum(now, least)
     return scale
 
 
 @triton.jit
 def _nvfp4(y, top, unit, RULE: tl.constexpr, EXACT: tl.constexpr, FUSED: tl.constexpr, C: tl.constexpr):
-    """(elements of E2M1 [C, 8], block scales [C]) for block maxima `top`: they land on 6 or, if RULE is `4over6` and
-    that leaves the smaller squared error, on 4."""
-    scale = _block_scale(divide(top, 6.0, 0.16666667163372039795, FUSED), unit, FUSED)
+    """(elements of E2M1 [C, 8], block scales [C]) for block maxima `top`, which land on 6; by rule `4over6` on 4 if
+    that leaves the smaller squared error, by `sweep` where it is least."""
+    scale, code = _block_scale(divide(top, 6.0, 0.16666667163372039795, FUSED), unit, FUSED)
+    if RULE == "sweep":
+        scale = _swept(y, scale, code, unit, EXACT, FUSED, C)
     v = round_signed(quotient(y, (scale * unit)[:, None], EXACT, FUSED), 0, 1, 6.0)
     if RULE == "4over6":
-        larger = _block_scale(top * 0.25, unit, FUSED)
-        w = round_signed(quotient(y, (larger * unit)[:, None], EXACT, FUSED), 0, 1, 6.0)
-        least = pair_sum(v * (scale * unit)[:, None] - y, C)
-        better = pair_sum(w * (larger * unit)[:, None] - y, C) < least
+        larger, _ = _block_scale(top * 0.25, unit, FUSED)
+        w, other = _elements(y, larger, unit, EXACT, FUSED, C)
+        better = other < pair_sum(v * (scale * unit)[:, None] - y, C)
         scale, v = tl.where(better, larger, scale), tl.where(better[:, None], w, v)
     return v, scale
 

@@ -3,41 +3,53 @@
 import triton
 import triton.language as tl
 
+from dq.kernels.gemm.jit.gemm import _low_rank, _tile
+
+
+@triton.jit
+def _loaded(at, place, left, EVEN: tl.constexpr):
+    """A tile of a row-major matrix; 0 from column `left` on, where K ends within a step."""
+    return tl.load(at) if EVEN else tl.load(at, mask=(place < left)[None, :], other=0.0)
+
 
 @triton.jit(do_not_specialize=["m"])
 def block_scaled_kernel(
-    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, row_ptr, unit_ptr, bias_ptr, out_ptr,
-    m, n, k,
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, row_ptr, unit_ptr, bias_ptr, low_ptr, up_ptr, out_ptr,
+    m, n, words, parts, rank,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, ROW: tl.constexpr, UNIT: tl.constexpr,
-    BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
+    BIAS: tl.constexpr, LOW: tl.constexpr, dtype: tl.constexpr, EVEN: tl.constexpr, WORD: tl.constexpr,
+    PART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """out[m, n] = row[m] unit sum_g sa[m, g] sb[n, g] sum_{k in g} a[m, k] b[n, k] + bias[n].
+    """y[m, n] = row[m] unit sum_g sa[m, g] sb[n, g] sum_{k in g} a[m, k] b[n, k] + sum_r low[m, r] up[n, r] + bias[n],
+    rounded once.
 
     Args:
-        a_ptr, b_ptr: [M, K / PACK] and [N, K / PACK]: bytes of two E2M1 codes (PACK = 2), or E4M3.
-        a_scale_ptr, b_scale_ptr: [M, K / GROUP] and [N, K / GROUP]: E4M3 (NVFP4) or biased exponents in uint8 (MX).
+        a_ptr, b_ptr: [M, stride] and [N, stride], stride = K / PACK: bytes of two E2M1 codes (PACK = 2), or E4M3.
+        a_scale_ptr, b_scale_ptr: [M, groups] and [N, groups], K / GROUP or more (the rest is not read where K is EVEN,
+            and meets codes of 0 otherwise): E4M3 (NVFP4) or biased exponents in uint8 (MX).
         row_ptr: float32 [M] if ROW; unit_ptr: float32 [1] (UNIT = 1) or [N] (UNIT = 2).
-        k: a multiple of BK, so that no code beyond a row is multiplied.
+        low_ptr, up_ptr: [M, rank] and [N, rank] in 16 bits (LOW), multiplied as `dtype`.
+        words, parts: stride / WORD and groups / PART. As constants WORD and PART tell the compiler how rows are
+            aligned: single bytes could not be copied while the tensor cores work.
+        EVEN: K is a multiple of BK; else what lies behind K counts as 0.
     """
-    down, across = tl.cdiv(m, BM), tl.cdiv(n, BN)
-    program = tl.program_id(0)
-    band = program // (BAND * across)
-    size = tl.minimum(down - band * BAND, BAND)
-    inner = program % (BAND * across)
-    row = (band * BAND + inner % size) * BM + tl.arange(0, BM)
-    column = inner // size * BN + tl.arange(0, BN)
+    tile_m, tile_n = _tile(n, m, BM, BN, BAND)
+    row = tile_m * BM + tl.arange(0, BM)
+    column = tile_n * BN + tl.arange(0, BN)
     codes, scales = tl.arange(0, BK // PACK), tl.arange(0, BK // GROUP)
+    stride, groups = words * WORD, parts * PART
     # Beyond the edge rows are read again instead of masked; what they give is not stored.
     a_row, b_row = (row % m).to(tl.int64)[:, None], (column % n).to(tl.int64)[:, None]
-    a_at = a_ptr + a_row * (k // PACK) + codes[None, :]
-    b_at = b_ptr + b_row * (k // PACK) + codes[None, :]
-    sa_at = a_scale_ptr + a_row * (k // GROUP) + scales[None, :]
-    sb_at = b_scale_ptr + b_row * (k // GROUP) + scales[None, :]
+    a_at = a_ptr + a_row * stride + codes[None, :]
+    b_at = b_ptr + b_row * stride + codes[None, :]
+    sa_at = a_scale_ptr + a_row * groups + scales[None, :]
+    sb_at = b_scale_ptr + b_row * groups + scales[None, :]
     total = tl.zeros((BM, BN), tl.float32)
-    for _ in range(k // BK):
-        total = tl.dot_scaled(
-            tl.load(a_at), tl.load(sa_at), FORMAT, tl.trans(tl.load(b_at)), tl.load(sb_at), FORMAT, total
-        )
+    for step in range(tl.cdiv(stride, BK // PACK)):
+        left, behind = stride - step * (BK // PACK), groups - step * (BK // GROUP)
+        a, sa = _loaded(a_at, codes, left, EVEN), _loaded(sa_at, scales, behind, EVEN)
+        b, sb = _loaded(b_at, codes, left, EVEN), _loaded(sb_at, scales, behind, EVEN)
+        total = tl.dot_scaled(a, sa, FORMAT, tl.trans(b), sb, FORMAT, total)
         a_at += BK // PACK
         b_at += BK // PACK
         sa_at += BK // GROUP
@@ -48,6 +60,8 @@ def block_scaled_kernel(
         total = total * tl.load(unit_ptr)
     elif UNIT == 2:
         total = total * tl.load(unit_ptr + column, mask=column < n, other=0.0)[None, :]
+    if LOW:
+        total = _low_rank(total, low_ptr, up_ptr, row, column, m, n, rank, dtype)
     if BIAS:
         total += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
     at = out_ptr + row.to(tl.int64)[:, None] * n + column[None, :]
