@@ -9,14 +9,14 @@ import sys
 from collections.abc import Sequence
 
 from dq import commands, commands_bench, commands_chat, commands_correct, commands_export
+from dq.options import add_machine, add_text
 from dq.registry import DQError
 from dq.version import VERSION
 
 
 def _add_source(p: argparse.ArgumentParser, what: str) -> None:
     p.add_argument("source", help=what)
-    p.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (default bf16)")
-    p.add_argument("--device", help="cuda or cpu; default: a GPU if there is one")
+    add_machine(p)
 
 
 def _add_recipe(p: argparse.ArgumentParser) -> None:
@@ -45,11 +45,6 @@ def _add_records(p: argparse.ArgumentParser) -> None:
     p.add_argument("--records", type=int, help="denoiser calls that are kept, spread over steps (default 64)")
 
 
-def _add_text(p: argparse.ArgumentParser, what: str) -> None:
-    p.add_argument("--text", metavar="FILE", help=f"UTF-8 text {what}")
-    p.add_argument("--length", type=int, help="tokens of a window of the text (default 2048)")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The argument parser with all subcommands."""
     parser = argparse.ArgumentParser(prog="dq", description="Post-training quantization of diffusion models and LLMs.")
@@ -66,8 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--out", required=True, help="folder to save to")
     p.add_argument("--prompts", help="calibration prompts, one per line")
     _add_records(p)
-    _add_text(p, "that calibrates a language model")
-    p.add_argument("--samples", type=int, help="windows of the text (default 128)")
+    add_text(p, "that calibrates a language model", samples=True)
     p.add_argument("--resume", help="folder for finished blocks: the same command continues after an interruption")
     _add_call(p)
     p.set_defaults(run=commands.quantize)
@@ -116,7 +110,7 @@ def _add_use(sub) -> None:
     p.add_argument("more", nargs="*", help="further ones to compare")
     p.add_argument("--reference", required=True, help="the 16-bit pipeline or model")
     p.add_argument("--prompts", help="file with one prompt per line, for pipelines")
-    _add_text(p, "for language models: perplexity, KL divergence, agreement")
+    add_text(p, "for language models: perplexity, KL divergence, agreement")
     p.add_argument("--stride", type=int, help="tokens between windows; fewer than --length: they overlap")
     p.add_argument("--count", type=int, help="use only the first COUNT prompts, or windows of the text")
     p.add_argument("--tasks", nargs="+", metavar="TASK", help="of lm-evaluation-harness, for language models")

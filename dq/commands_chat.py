@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from dq.options import add_machine
 from dq.registry import DQError
 
 
@@ -20,8 +21,7 @@ def add(sub: Any) -> None:
     p.add_argument("--sample", action="store_true", help="draw tokens as the model's settings say, not the likeliest")
     p.add_argument("--kv-cache", metavar="NAME", help="keys and values in few bits (dq list caches)")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (default bf16)")
-    p.add_argument("--device", help="cuda or cpu; default: a GPU if there is one")
+    add_machine(p)
     p.set_defaults(run=chat)
 
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from dq.options import add_machine, add_text
 from dq.registry import DQError
 
 
@@ -14,7 +15,7 @@ def add(sub: Any) -> None:
     p = sub.add_parser("correct", help="train a quantized language model to predict what the 16-bit one does")
     p.add_argument("source", help="folder of a language model that dq quantized")
     p.add_argument("--reference", required=True, help="the 16-bit model: folder, GGUF file or hub id")
-    p.add_argument("--text", metavar="FILE", required=True, help="UTF-8 text to learn from; an eighth only measures")
+    add_text(p, "to learn from; an eighth only measures", length=512, samples=True, required=True)
     p.add_argument("--out", required=True, help="folder to save to")
     p.add_argument("--rank", type=int, default=8, help="rank of the branch that learns, 0 for none (default 8)")
     p.add_argument("--scales", action="store_true", help="scales learn too, where they are not in 8 bits")
@@ -25,11 +26,8 @@ def add(sub: Any) -> None:
     p.add_argument("--micro-batch", type=int, default=1, help="windows in one call: faster, more memory (default 1)")
     p.add_argument("--layers", nargs="+", default=[], metavar="PATTERN", help="linears that learn (default: all)")
     p.add_argument("--any-reference", action="store_true", help="learn from another model of the same shape")
-    p.add_argument("--length", type=int, help="tokens of a window of the text (default 512)")
-    p.add_argument("--samples", type=int, help="windows of the text (default 128)")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (default bf16)")
-    p.add_argument("--device", help="cuda or cpu; default: a GPU if there is one")
+    add_machine(p)
     p.set_defaults(run=correct)
 
 

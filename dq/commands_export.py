@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from dq.options import add_machine, add_text
 from dq.registry import DQError
 
 
@@ -16,15 +17,12 @@ def add(sub: Any) -> None:
     p.add_argument("--format", default="compressed-tensors", help="see dq list exports (default compressed-tensors)")
     p.add_argument("--weight-only", action="store_true", help="declare 16-bit activations, whatever the recipe said")
     p.add_argument("--fold", action="store_true", help="first move smoothing into what makes the input, where exact")
-    p.add_argument("--text", metavar="FILE", help="UTF-8 text; its activations give the scales that a format stores")
+    add_text(p, "whose activations give the scales that a format stores", samples=True)
     p.add_argument("--prompts", metavar="FILE", help="the same for a pipeline: one prompt per line")
     p.add_argument("--steps", type=int, help="denoising steps of a prompt")
     p.add_argument("--components", nargs="+", help="of a pipeline; default: all that are quantized")
-    p.add_argument("--length", type=int, help="tokens of a window of the text (default 2048)")
-    p.add_argument("--samples", type=int, help="windows of the text (default 128)")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32 (default bf16)")
-    p.add_argument("--device", help="cuda or cpu; default: a GPU if there is one")
+    add_machine(p)
     p.set_defaults(run=export)
 
 

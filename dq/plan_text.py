@@ -29,7 +29,8 @@ def plan_lines(plan: Plan) -> list[str]:
     for (names, shape, how), c in kinds.items():
         out.append(f"  {names:<{wide}}  {c['n']:>3} x {shape:<12} {size_text(c['nbytes']):>9}  {how}")
     before, after, peak = (size_text(n) for n in (plan.bytes_before, plan.bytes_after, plan.peak_bytes))
-    cost = f"about {plan.seconds:.0f} s on two CPU cores beside calibration; peak memory about {peak}"
+    runs = " and the runs that calibrate" * plan.recipe.needs_calibration
+    cost = f"{time_text(plan.seconds)} on two CPU cores (far less on a GPU){runs}; peak memory about {peak}"
     out.append(f"  weights {before} -> {after}; {cost}")
     return out + [f"  note: {r}" for r in (*plan.remarks, plan.family.assumed) if r]
 
@@ -47,6 +48,16 @@ def _short(names: list[str]) -> list[str]:
         parent = previous.rpartition(".")[0] + "."
         out.append(name.removeprefix(parent) if parent != "." else name)
     return out
+
+
+def time_text(seconds: float) -> str:
+    """A rough duration in the unit that suits it."""
+    if seconds < 1:
+        return "under a second"
+    for unit, size, most in (("s", 1, 120), ("min", 60, 7200)):
+        if seconds < most:
+            return f"about {seconds / size:.0f} {unit}"
+    return f"about {seconds / 3600:.1f} h"
 
 
 def size_text(n: float) -> str:

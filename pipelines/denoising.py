@@ -10,24 +10,17 @@ from torch import nn
 from dq.pipelines.decoding import fill_random
 from dq.registry import DQError, suggest
 
+
+def _flux(**sizes: int) -> tuple[str, dict[str, Any]]:
+    return "FluxTransformer2DModel", dict(patch_size=1, attention_head_dim=128, guidance_embeds=True, **sizes)
+
+
 # name -> (class of diffusers, its configuration, (height, width) of the tokens, text tokens)
 SHAPES: dict[str, tuple[str, dict[str, Any], tuple[int, int], int]] = {
-    "flux.1-dev": (
-        "FluxTransformer2DModel",
-        dict(
-            patch_size=1, in_channels=64, num_layers=19, num_single_layers=38, attention_head_dim=128,
-            num_attention_heads=24, joint_attention_dim=4096, pooled_projection_dim=768, guidance_embeds=True,
-        ),
-        (64, 64), 512,
-    ),
-    "flux-tiny": (
-        "FluxTransformer2DModel",
-        dict(
-            patch_size=1, in_channels=16, num_layers=1, num_single_layers=2, attention_head_dim=128,
-            num_attention_heads=2, joint_attention_dim=256, pooled_projection_dim=64, guidance_embeds=True,
-        ),
-        (6, 6), 16,
-    ),
+    "flux.1-dev": (*_flux(in_channels=64, num_layers=19, num_single_layers=38, num_attention_heads=24,
+                          joint_attention_dim=4096, pooled_projection_dim=768), (64, 64), 512),
+    "flux-tiny": (*_flux(in_channels=16, num_layers=1, num_single_layers=2, num_attention_heads=2,
+                         joint_attention_dim=256, pooled_projection_dim=64), (6, 6), 16),
 }  # fmt: skip
 
 

@@ -139,19 +139,15 @@ def model_class(library: Any, name: Any) -> Any:
 
 
 def _load_hub(source: str, dtype: torch.dtype) -> Any:
-    from diffusers import DiffusionPipeline
-    from transformers import AutoModelForCausalLM
+    from dq.pipelines import hub
 
-    problems = []
-    for kind, call in (
-        ("pipeline", lambda: DiffusionPipeline.from_pretrained(source, dtype=dtype)),
-        ("language model", lambda: AutoModelForCausalLM.from_pretrained(source, dtype=dtype)),
-    ):
-        try:
-            return call()
-        except Exception as error:  # of any library below: the network, the hub, a config, a file
-            problems.append(f"as a {kind}: {checks.line(error, 160)}")
-    raise DQError(f"{source!r} is no local folder and could not be loaded from the hub; " + "; ".join(problems))
+    kind, options = hub.find(source)[0], hub.options(source)
+    with checks.one_line(f"cannot load {source} from the hub"):
+        if kind == hub.PIPELINE:
+            from diffusers import DiffusionPipeline as Loader
+        else:
+            from transformers import AutoModelForCausalLM as Loader
+        return Loader.from_pretrained(source, dtype=dtype, **options)
 
 
 def load_tokenizer(source: str) -> Any:
@@ -162,11 +158,13 @@ def load_tokenizer(source: str) -> Any:
     """
     from transformers import AutoTokenizer
 
+    from dq.pipelines.hub import options
+
     path = folder_of(source)
     with checks.one_line(f"{source} has no tokenizer that loads; copy the original model's tokenizer files there"):
         if path is not None and path.suffix == GGUF:
             return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, **({} if path is not None else options(source)))
 
 
 def copy_companions(source: str, out: str) -> list[str]:

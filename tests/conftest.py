@@ -113,3 +113,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+@pytest.fixture
+def dq_(capsys):
+    """dq_(...) -> (exit status, stdout, stderr) of a command."""
+    from dq.cli import main
+
+    def run(*argv):
+        status = main([str(a) for a in argv])
+        return status, *capsys.readouterr()
+
+    return run

@@ -12,17 +12,6 @@ from dq.cli import main
 
 
 @pytest.fixture
-def dq_(capsys):
-    """dq_(...) -> (exit status, stdout, stderr)."""
-
-    def run(*argv):
-        status = main([str(a) for a in argv])
-        return status, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
 def refused(dq_, monkeypatch):
     """refused(...) -> the one line on stderr of a command that never got to load a model."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 ROWS = (
     ("_layout", "version", "constants"),
     ("registry",),
-    ("checks",),
+    ("checks", "options"),
     ("spec",),
     ("profiles",),
     ("formats", "scales", "granularity", "packing"),

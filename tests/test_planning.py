@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dq.loop import quantize_model
+from dq.plan_text import time_text
 from dq.planning import make_plan, model_bytes, planned_config
 from dq.recipe import Recipe, Rule, Target, presets
 from dq.records import Record
@@ -124,8 +125,16 @@ def test_printing(flux, tiny):
     assert re.search(r"proj_out +1 x 16x64 .* 16-bit: input or output projection", text)
     assert re.search(r"to_add_out +2 x 64x64 .* 16-bit: skipped by the caller", text)
     assert re.search(r"norm1\.linear +2 x 384x64 .*W int4/group64@imatrix  X 16-bit  gptq", text)
-    assert re.search(r"weights 967 KB -> \d+ KB; about \d+ s on two CPU cores", text)
+    assert re.search(
+        r"weights 967 KB -> \d+ KB; under a second on two CPU cores \(far less on a GPU\) and the runs that calibrate",
+        text,
+    )
     assert len(lines) < 30, "one line per kind of group, however many blocks there are"
+
+
+def test_times_are_said_in_a_unit_that_suits_them():
+    said = {0.4: "under a second", 14.2: "about 14 s", 300.0: "about 5 min", 16800.0: "about 4.7 h"}
+    assert [time_text(s) for s in said] == list(said.values())
 
 
 def test_estimates(flux, tiny):

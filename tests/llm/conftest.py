@@ -39,8 +39,17 @@ def decoder(kind: str = "Llama", seed: int = 0, dtype: torch.dtype = torch.float
     return model.to(dtype)
 
 
+@torch.no_grad()
+def spread(model, factor: float = 30.0):
+    """The model with outlier channels in the residual stream, as large models have them."""
+    for layer in model.model.layers:
+        layer.input_layernorm.weight[3] *= factor
+        layer.post_attention_layernorm.weight[5] *= factor
+    return model
+
+
 @pytest.fixture(scope="session")
 def llm() -> SimpleNamespace:
     """The builders of this file."""
     pytest.importorskip("transformers")
-    return SimpleNamespace(decoder=decoder, tokenizer=Letters, text=TEXT)
+    return SimpleNamespace(decoder=decoder, spread=spread, tokenizer=Letters, text=TEXT)

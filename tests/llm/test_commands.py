@@ -5,19 +5,7 @@ import json
 import pytest
 import torch
 
-from dq.cli import main
 from dq.pipelines.loading import load
-
-
-@pytest.fixture
-def dq_(capsys):
-    """dq_(...) -> (exit status, stdout, stderr)."""
-
-    def run(*argv):
-        status = main([str(a) for a in argv])
-        return status, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -5,19 +5,6 @@ import json
 import pytest
 import torch
 
-from dq.cli import main
-
-
-@pytest.fixture
-def dq_(capsys):
-    """dq_(...) -> (exit status, stdout, stderr)."""
-
-    def run(*argv):
-        status = main([str(a) for a in argv])
-        return status, *capsys.readouterr()
-
-    return run
-
 
 @pytest.fixture(scope="module")
 def folder(llm, tiny, tmp_path_factory):

@@ -17,15 +17,6 @@ def text(llm):
     return dq.Text(llm.text, llm.tokenizer(), samples=4, length=32)
 
 
-def spread(model, factor=30.0):
-    """Outlier channels in the residual stream, as large models have them."""
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.input_layernorm.weight[3] *= factor
-            layer.post_attention_layernorm.weight[5] *= factor
-    return model
-
-
 def error(model, expected, ids):
     return float((model(ids).logits - expected).norm() / expected.norm())
 
@@ -34,13 +25,13 @@ def error(model, expected, ids):
 @pytest.mark.parametrize("preset", QUAROT)
 @pytest.mark.parametrize("tied", [False, True])
 def test_quantized_saved_and_loaded(llm, tiny, text, kind, preset, tied, tmp_path):
-    model = spread(llm.decoder(kind, tie_word_embeddings=tied))
+    model = llm.spread(llm.decoder(kind, tie_word_embeddings=tied))
     with torch.no_grad():
         clean = model(text.ids).logits
     recipe = tiny.recipe(preset)
     calibration = text if recipe.needs_calibration else None
     dq.quantize(model, recipe, calibration=calibration, progress=False)
-    naive = spread(llm.decoder(kind, tie_word_embeddings=tied))
+    naive = llm.spread(llm.decoder(kind, tie_word_embeddings=tied))
     dq.quantize(naive, tiny.recipe("w4a4-int4"), progress=False)
     assert error(model, clean, text.ids) < 0.9 * error(naive, clean, text.ids)
     down = model.model.layers[0].mlp.down_proj
@@ -85,7 +76,7 @@ def test_a_mixture_keeps_its_function(llm, text, kind):
 @pytest.mark.parametrize("kind", MIXTURES)
 @pytest.mark.parametrize("preset", [QUAROT[0], "w4a4-int4-spinquant"])
 def test_mixtures_quantized_saved_and_loaded(llm, tiny, text, kind, preset, tmp_path):
-    made = lambda: spread(llm.decoder(kind, **MIXTURES[kind]))  # noqa: E731
+    made = lambda: llm.spread(llm.decoder(kind, **MIXTURES[kind]))  # noqa: E731
     model, naive, recipe = made(), made(), tiny.recipe(preset)
     with torch.no_grad():
         clean = model(text.ids).logits

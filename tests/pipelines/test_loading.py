@@ -124,8 +124,45 @@ def test_names(tmp_path):
     assert folder_of(str(tmp_path)) == tmp_path and folder_of("owner/name") is None
     with pytest.raises(dq.DQError, match="neither model_index"):
         load(str(tmp_path), device="cpu")
-    with pytest.raises(dq.DQError, match=r"no local folder and could not be loaded from the hub; as a pipeline: .*"):
+    with pytest.raises(
+        dq.DQError, match=r"no local folder, the hub cannot be reached \(.*\), and its cache has no copy"
+    ):
         load("no-such-owner/no-such-model", device="cpu")
+
+
+HUB = {
+    "a pipeline": (["model_index.json", "unet/config.json"], "cannot load a/b from the hub"),
+    "a model": (["config.json"], "cannot load a/b from the hub"),
+    "neither": (["README.md"], "holds neither model_index.json nor config.json"),
+    "no repository": (None, "no repository of that name"),
+}
+
+
+@pytest.mark.parametrize("case", HUB)
+def test_what_the_hub_says(monkeypatch, case):
+    """Asked once, with the answers of a hub that is not here."""
+    from types import SimpleNamespace
+
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    from dq.pipelines import hub
+
+    files, message = HUB[case]
+    asked = []
+
+    def model_info(self, source, timeout):
+        asked.append(source)
+        if files is None:
+            raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)  # its arguments differ among versions
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=f) for f in files])
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    hub.find.cache_clear()
+    with pytest.raises(dq.DQError, match=message):
+        load("a/b", device="cpu")
+    assert asked == ["a/b"]
+    hub.find.cache_clear()
 
 
 @pytest.mark.parametrize("device", ["foo", "cpu:x", "cuda:99"])
