@@ -49,8 +49,8 @@ def _tiles(m: int, n: int, pack: int, device: torch.device) -> dict[str, int]:
         return dict(BM=16, BN=16, BK=64, BAND=2, num_warps=4, num_stages=1)
     large = capability(device)[0] == 10
     wide = large and m > 128 and n % 256 == 0
-    tile = dict(BM=128, BN=256 if wide else 128, BK=128 * pack, BAND=8)
-    return tile | dict(num_warps=8 if wide or not large else 4, num_stages=3 if large else 2)
+    tile = dict(BM=128, BN=256 if wide else 128, BK=128 * pack, BAND=8, num_stages=3)
+    return tile | dict(num_warps=8 if wide or not large else 4)
 
 
 def _power(n: int) -> int:

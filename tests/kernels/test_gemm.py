@@ -291,4 +291,5 @@ def _of_preset(preset: str):
     grid = None if linear.activations is None else str(linear.activations)
     arc = any(t[0] == "arc" for t in linear.transforms)
     layer = gemm_cases.layer(str(weights), grid, 256, 512 + 64 * arc, bool(linear.transforms) and not arc)
-    return replace(layer.params, residual=32, dual=True) if arc else layer.params
+    steps = [Step("smooth", {"factor": torch.ones(512)}), Step("permute", {"order": torch.arange(512)})]
+    return replace(layer.params, residual=32, dual=True, steps=steps) if arc else layer.params
