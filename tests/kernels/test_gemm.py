@@ -12,7 +12,7 @@ import torch
 
 from dq.kernels.gemm import expand, gemm, gemv, layout, rows
 from dq.linear import QuantizedLinear
-from dq.ops import BACKENDS, choose_backend
+from dq.ops import BACKENDS, choose_backend, reference_qlinear
 from dq.qtensor import quantize
 from dq.recipe import PRESETS, Recipe
 from dq.spec import QuantSpec
@@ -72,7 +72,19 @@ def test_compiles_without_a_break(name):
         assert torch.equal(compiled(x), run(x, params))
 
 
-@pytest.mark.parametrize("name", ["cublaslt-fp8", "expand-fp8", "int8-mma", "w4a16-gemv", "fp8-block"])
+@pytest.mark.parametrize("name", ["expand-fp8-faithful", "block-scaled-mma"])
+def test_residual_columns_compile(name):
+    """ARC's layer of a language model: 32 channels twice on both sides, swept activation scales, sorted channels."""
+    params, run = gemm_cases.layer("nvfp4", "nvfp4-token@sweep", 32, 128 + 64, False).params, BACKENDS.get(name).run
+    params = replace(params, residual=32, dual=True, steps=[Step("permute", {"order": torch.randperm(128)})])
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: run(x, params), backend="aot_eager", fullgraph=True)
+    x = torch.randn(5, 128).bfloat16()
+    assert torch.equal(compiled(x), run(x, params))
+    assert gemm_cases.error(run(x, params), reference_qlinear(x, params)) < gemm_cases.LEVEL.get(name, 4e-3)
+
+
+@pytest.mark.parametrize("name", [n for n in LAYERS if n not in ("expand-fp8-faithful", "expand-bf16")])
 def test_one_graph_for_any_size(name):
     """With `dynamic=True` a layer, its rotation included, is traced once for few and once for many rows at most."""
     from torch._dynamo.utils import counters
