@@ -197,7 +197,7 @@ def cautious(gains: Tensor) -> float:
 def restored_gains(
     layers: list[dict[str, QuantizedLinear]],
     swap: Callable[[dict[str, nn.Module]], dict[str, nn.Module]],
-    wrong: Callable[[], Tensor],
+    wrong: Callable[[int], Tensor],
     tick: Callable[[], Any],
 ) -> list[float]:
     """How much the error of the model's output falls when one group after the other gets its 16-bit linears back and
@@ -205,14 +205,15 @@ def restored_gains(
 
     Args:
         swap: puts layers into the model and returns those that were there.
-        wrong: error of the model's output, per record.
+        wrong: error of the model's output, per record; it is told which group's layers have been put back (-1: none),
+            0, 1, .. in turn, and outputs before that group are those of the quantized model.
     """
     originals = [swap(mine) for mine in layers]
     try:
-        base, gains = wrong(), []
-        for mine in originals:
+        base, gains = wrong(-1), []
+        for i, mine in enumerate(originals):
             quantized = swap(mine)
-            gains.append(cautious(base - wrong()))
+            gains.append(cautious(base - wrong(i)))
             swap(quantized)
             tick()
     finally:

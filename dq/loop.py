@@ -27,6 +27,7 @@ from dq.resume import ResumeFolder
 from dq.stats import Stat
 from dq.steps import watch
 
+RESIDENT = 2**30  # bytes of a 16-bit model's outputs that may stay on its device
 LOST_DB = 3.0  # a layer whose error is half as strong as its signal
 
 
@@ -203,19 +204,25 @@ class _Loop:
 
     def _allocate(self, rows: list[PlanRow], found: dict[tuple[str, ...], tuple], held: list[int]) -> ChoiceTable:
         """Spends the bytes, by how much the model's output gains from each group when all are quantized."""
+        rows = sorted(rows, key=lambda r: self.schedule.index(r.block))  # as they are called
         scores = [found[r.members][0] for r in rows]
         current = [reference_score(s).candidate for s in scores]
-        clean = {i: outputs(self._call(i)) for i in held}
+        replay, device = self.replay.fresh(), device_of(self.model)
+        first = outputs(self._call(held[0]), device)[0]
+        place = device if first.nbytes * len(held) <= RESIDENT else "cpu"
+        clean = {i: outputs(self._call(i), place)[0] for i in held}
 
-        def wrong() -> Tensor:
-            return torch.tensor([relative_error(outputs(self._call(i)), y) for i, y in clean.items()])
+        def wrong(group: int) -> Tensor:
+            block = "" if group < 0 else rows[group].block
+            replay.reach(block, held)
+            return torch.tensor([relative_error(outputs(replay.rest(block, i), device)[0], clean[i]) for i in held])
 
         for _ in range(self.auto.rounds):
             layers = [found[r.members][1][name] for r, name in zip(rows, current, strict=True)]
             errors = [
                 next(s.error for s in group if s.candidate == n) for group, n in zip(scores, current, strict=True)
             ]
-            gains = restored_gains(layers, self._swap, wrong, lambda: self.tick(len(clean)))
+            gains = restored_gains(layers, self._swap, wrong, lambda: self.tick(len(held)))
             weights = [gain / max(error, 1e-30) for gain, error in zip(gains, errors, strict=True)]
             taken, table = choose(rows, scores, weights, self.auto)
             current = [c.winner for c in table]

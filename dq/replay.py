@@ -7,7 +7,8 @@ nothing has to be known about the signature of a block.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class Replay:
         self.model, self.order, self.records, self.keep = model, order, records, keep_outputs
         self.device = device_of(model)
         self._outputs: list[dict[str, Any]] = [{} for _ in records]
+        self._reached = 0  # the block that `reach` stands before
 
     def fresh(self) -> Replay:
         """The same, back at the first block."""
@@ -79,24 +81,42 @@ class Replay:
         record = self.records[index]
         if not self.order:
             return record.args, record.kwargs
-        with self._stubbed(block, self._outputs[index]):
+        with self._stubbed(block, self._outputs[index], stop=True):
             try:
                 call(self.model, record.args, record.kwargs, self.device)
             except _Reached as reached:
                 return reached.call
         raise RuntimeError(f"block {block} was not reached in a replay; its model's control flow depends on values")
 
+    def reach(self, block: str, indices: Sequence[int]) -> None:
+        """Brings these records before `block` through its predecessors as they are now, on from the last call; a block
+        before that one, or "", starts over."""
+        at = self.order.index(block) if block in self.order else 0
+        for name in self.order[self._reached if self._reached <= at else 0 : at]:
+            for i in indices:
+                self.advance(name, i, self.inputs(name, i))
+        self._reached = at
+
+    def rest(self, block: str, index: int) -> Any:
+        """What the model gives for record `index`, `block` and those behind it really run; its predecessors must have
+        been advanced. Without an order, or with "" for a block, the whole model runs."""
+        record, known = self.records[index], self._outputs[index]
+        with self._stubbed(block, known, stop=False) if block and self.order else nullcontext():
+            return call(self.model, record.args, record.kwargs, self.device)
+
     @contextmanager
-    def _stubbed(self, block: str, outputs: dict[str, Any]):
-        def stop(*args, **kwargs):
+    def _stubbed(self, block: str, outputs: dict[str, Any], stop: bool):
+        """Blocks before this one give what they gave; with `stop`, reaching it leaves the forward."""
+
+        def reached(*args, **kwargs):
             raise _Reached(args, kwargs)
 
         position, saved = self.order.index(block), []
-        for i, name in enumerate(self.order[: position + 1]):
+        for i, name in enumerate(self.order[: position + stop]):
             module = self.model.get_submodule(name)
             saved.append((module, module.__dict__.get("forward")))
             if i == position:
-                module.forward = stop
+                module.forward = reached
             else:
                 value = map_tensors(outputs[self._key(name)], lambda t: t.to(self.device, copy=True))
                 module.forward = lambda *a, _value=value, **k: _value

@@ -73,15 +73,19 @@ class Stat:
         x = x.detach().reshape(-1, self.width).to(torch.float32)
         if not len(x):
             return
-        check_finite(x, f"{self.name}: a calibration input (stratum {stratum})")
+        what = f"{self.name}: a calibration input (stratum {stratum})"
         if held_out:
+            check_finite(x, what)
             self._held = self._held or _Reservoir(self.width, self.capacity, self.seed + 1)
             return self._held.add(x, weight)
         a = x.abs()
-        self._merge(stratum, a.amax(0).cpu(), a.sum(0).cpu(), len(x))
-        low = x.amin(0).cpu()
+        found = torch.stack([a.amax(0), a.sum(0), x.amin(0), x.sum(0)]).cpu()  # at once: a GPU is waited for
+        if not torch.isfinite(found).all():
+            check_finite(x, what)
+        top, total, low, moment = found.unbind()
+        self._merge(stratum, top, total, len(x))
         self.low = low if self.low is None else torch.minimum(self.low, low)
-        self._moment += weight * x.sum(0).cpu()
+        self._moment += weight * moment
         self._mass += weight * len(x)
         if self.want_gram:
             gram = (x.T @ x).mul_(weight)

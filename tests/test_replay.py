@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dq.family import find_family
-from dq.records import Record, tensors, to_cpu
+from dq.records import Record, outputs, tensors, to_cpu
 from dq.replay import Replay, call, call_order, device_of
 
 
@@ -127,6 +127,23 @@ def test_inputs_are_those_of_a_full_forward(case, keep):
             inputs = replay.inputs(name, i)
             assert same(inputs, expected[i][name]), name
             replay.advance(name, i, inputs)
+
+
+def test_the_rest_of_a_forward(case):
+    """What the model gives when a block changes and those before it are stubs; going back starts over."""
+    model, records, needs_all = case
+    names = block_names(model)
+    replay = Replay(model, names, records, needs_all)
+    for name in (*names, "", *names[1:2]):
+        replay.reach(name, [0, 1])
+        weight = next(model.get_submodule(name).parameters())
+        own = weight.detach().clone()
+        weight.data.mul_(1.5)
+        for i, record in enumerate(records):
+            full = call(model, record.args, record.kwargs, device_of(model))
+            assert same(outputs(replay.rest(name, i)), outputs(full)), name
+        weight.data.copy_(own)
+    assert not any("forward" in m.__dict__ for m in model.modules())
 
 
 def test_only_the_glue_runs(case):

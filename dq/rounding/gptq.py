@@ -11,7 +11,7 @@ knows the executed input is our own, after GPTAQ (arXiv 2504.02692).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dq.columns import code_steps
 from dq.qtensor import QTensor, Scales, choose_scale, encode
-from dq.registry import DQError
+from dq.registry import DQError, Registry
 from dq.rounding import ROUNDINGS, Job, Rounding
 from dq.spec import Format
 
@@ -29,7 +29,7 @@ BLOCK = 128
 DAMPS = 3  # escalations, by 10 each, before giving up
 
 
-class _Grid(NamedTuple):
+class Grid(NamedTuple):
     """One code step at every element [N, n] of some columns, and zero points in code steps or None."""
 
     step: Tensor
@@ -96,7 +96,7 @@ def inverse_factor(hessian: Tensor, damp: float, name: str) -> Tensor | None:
 
 
 def _block(
-    work: Tensor, u: Tensor, first: _Grid, second: _Grid | None, kept: Sequence[bool] | None, mask: Tensor | None
+    work: Tensor, u: Tensor, first: Grid, second: Grid | None, kept: Sequence[bool] | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One block of columns, `work` [N, b] in visiting order, changed in place.
 
@@ -133,7 +133,7 @@ class _Captured:
 
         self.work, self.u = empty(rows, width), torch.eye(width, device=device)
         self.mask = torch.zeros(width, device=device)
-        self.grids = [_Grid(empty(rows, width), empty(rows, width) if zero else None, fmt) for fmt, zero in kinds]
+        self.grids = [Grid(empty(rows, width), empty(rows, width) if zero else None, fmt) for fmt, zero in kinds]
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
@@ -146,7 +146,7 @@ class _Captured:
     def _run(self) -> tuple[Tensor, Tensor, Tensor]:
         return _block(self.work, self.u, self.grids[0], self.grids[1] if len(self.grids) > 1 else None, None, self.mask)
 
-    def __call__(self, work: Tensor, u: Tensor, grids: Sequence[_Grid], kept: Sequence[bool]) -> tuple[Tensor, ...]:
+    def __call__(self, work: Tensor, u: Tensor, grids: Sequence[Grid], kept: Sequence[bool]) -> tuple[Tensor, ...]:
         self.work.copy_(work)
         self.u.copy_(u)
         self.mask.copy_(torch.tensor(kept, dtype=torch.float32))
@@ -158,21 +158,37 @@ class _Captured:
         return tuple(t.clone() for t in self.results)
 
 
+@dataclass(frozen=True)
+class BlockKernel:
+    """A kernel that does what `_block` does, with its bits: `(block [N, b], grids) -> reason` why not, and what runs on
+    `(block, u, grids, kept)` and leaves the block as it is."""
+
+    name: str
+    refuse: Callable[[Tensor, Sequence[Grid]], str]
+    run: Callable[[Tensor, Tensor, Sequence[Grid], Sequence[bool]], tuple[Tensor, Tensor, Tensor]]
+
+
+BLOCK_KERNELS: Registry[BlockKernel] = Registry("block kernel", "dq.kernels.quantize")
 _captured = lru_cache(maxsize=32)(_Captured)
-_CHECKED: dict[tuple, bool] = {}  # what a graph was captured for -> whether it gave what the loop itself gives
+_CHECKED: dict[tuple, bool] = {}  # what a kernel or graph was asked for -> whether it gave what the loop itself gives
 
 
-def _columns(block: Tensor, u: Tensor, grids: Sequence[_Grid], kept: Sequence[bool]) -> tuple[Tensor, ...]:
-    """`_block` of a copy; on CUDA as a graph, whose first result has to be that of the loop."""
+def _fast(key: tuple, block: Tensor, grids: Sequence[Grid]) -> Callable[..., tuple[Tensor, ...]]:
+    """A kernel that takes the block, else the loop as a graph."""
+    return next((k.run for k in BLOCK_KERNELS if not k.refuse(block, grids)), None) or _captured(*key)
+
+
+def _columns(block: Tensor, u: Tensor, grids: Sequence[Grid], kept: Sequence[bool]) -> tuple[Tensor, ...]:
+    """`_block` of a copy; on CUDA by a kernel or as a graph, whose first result has to be that of the loop."""
     second = grids[1] if len(grids) > 1 else None
     key = (*block.shape, block.device, tuple((g.fmt, g.zero is not None) for g in grids))
     if not block.is_cuda or _CHECKED.get(key) is False:
         return _block(block.clone(), u, grids[0], second, kept, None)
     if key in _CHECKED:
-        return _captured(*key)(block, u, grids, kept)
+        return _fast(key, block, grids)(block, u, grids, kept)
     wanted = _block(block.clone(), u, grids[0], second, kept, None)
     try:
-        found = _captured(*key)(block, u, grids, kept)
+        found = _fast(key, block, grids)(block, u, grids, kept)
         _CHECKED[key] = all(torch.allclose(a, b) for a, b in zip(wanted, found, strict=True))
     except RuntimeError:  # an operation of the format that no graph takes
         _CHECKED[key] = False
@@ -190,9 +206,9 @@ def _sweep(weight: Tensor, upper: Tensor, order: Tensor, stages: list[_Stage], s
     for start in range(0, len(natural), BLOCK):
         stop = min(start + BLOCK, len(natural))
         at, kept = order[start:stop], [j >= split for j in natural[start:stop]]
-        grids = [_Grid(*stages[0].at(at), stages[0].job.spec.fmt)]
+        grids = [Grid(*stages[0].at(at), stages[0].job.spec.fmt)]
         if len(stages) > 1:
-            grids.append(_Grid(*stages[1].at((at - split).clamp(min=0)), stages[1].job.spec.fmt))
+            grids.append(Grid(*stages[1].at((at - split).clamp(min=0)), stages[1].job.spec.fmt))
         block, u = work[:, start:stop], upper[start:stop, start:stop]
         main[:, at], rest[:, at], errors = _columns(block, u, grids, kept)
         work[:, stop:] -= errors @ upper[start:stop, stop:]

@@ -5,11 +5,13 @@ TRITON_INTERPRET=1 python quantize_cases.py cpu        python quantize_cases.py 
 
 import sys
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 
 from dq.qtensor import ACCELERATORS, ROW_KERNELS, choose_scale, encode
-from dq.spec import SPECS, QuantSpec
+from dq.rounding import gptq
+from dq.spec import FORMATS, SPECS, QuantSpec
 
 SHAPES = ((5, 5), (3, 40), (33, 264))
 NVFP4 = SPECS.get("nvfp4").spec
@@ -99,11 +101,37 @@ def row_differences(device: str) -> list[str]:
     return found
 
 
+def column_differences(device: str) -> list[str]:
+    """GPTQ's loop over a block of columns, of one stage and of two, with zero points and without."""
+    found, kernel, g = [], gptq.BLOCK_KERNELS.get("columns"), torch.Generator().manual_seed(0)
+    names = ("fp4_e2m1", "int4", "uint4", "int4_full", "fp8_e4m3", "fp6_e3m2", "fp6_e2m3", "fp8_e5m2", "int8", "uint8")
+    for name, (n, width) in product(names, ((3, 24),) if device == "cpu" else ((5, 16), (577, 64), (1536, 128))):
+        fmt, few = FORMATS.get(name), -(-n // 2)
+        work, u = torch.randn(n, width, generator=g), torch.randn(width, width, generator=g).triu() * 0.3
+        u += 3 * torch.eye(width)
+        work[0] *= 1e4  # beyond the grid
+        zero = torch.randint(0, int(fmt.max) + 1, (n, width), generator=g).float() if fmt.unsigned else None
+        steps = [(s * torch.rand(n, width, generator=g) + 0.05) * 6 / fmt.max for s in (0.5, 0.05)]
+        steps[0][few:] = 0.5  # ties
+        work[few:] = torch.randint(-20, 21, (n - few, width), generator=g) / 4
+        grids, kept = [gptq.Grid(step, zero, fmt) for step in steps], [i % 3 == 0 for i in range(width)]
+        for some in (grids[:1], grids):
+            moved = [gptq.Grid(*(None if t is None else t.to(device) for t in grid[:2]), fmt) for grid in some]
+            assert not kernel.refuse(work.to(device), moved), kernel.refuse(work.to(device), moved)
+            # On the device of the kernel: what is asked for is the bits of the loop there.
+            second = moved[1] if len(moved) > 1 else None
+            want = gptq._block(work.to(device, copy=True), u.to(device), moved[0], second, kept, None)
+            if not all(map(torch.equal, kernel.run(work.to(device), u.to(device), moved, kept), want)):
+                found.append(f"columns {name} {n}x{width}, {len(some)} stages")
+    return found
+
+
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.cpu().view(torch.uint8)
 
 
 if __name__ == "__main__":
     problems = differences(sys.argv[1]) + row_differences(sys.argv[1])
+    problems += column_differences(sys.argv[1])
     print("\n".join(problems) or "equal")
     sys.exit(bool(problems))

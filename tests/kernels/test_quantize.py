@@ -1,4 +1,4 @@
-"""NVFP4 quantization by Triton: equal to the reference, interpreted and on a GPU; compiles for every generation."""
+"""NVFP4 quantization and GPTQ's columns by Triton: equal to the reference, interpreted and on a GPU; as compiled."""
 
 import os
 import re
@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from dq.kernels.quantize import columns
 from dq.kernels.quantize.nvfp4 import quantize_nvfp4, why_not
 from dq.qtensor import quantize
 from dq.registry import DQError
-from dq.spec import QuantSpec
+from dq.rounding.gptq import Grid
+from dq.spec import FORMATS, QuantSpec
 
 CASES = Path(__file__).with_name("quantize_cases.py")
 GENERATIONS = (80, 89, 90, 100, 120)
@@ -36,7 +38,7 @@ def test_equal_to_the_reference_on_cuda():
     _compare("cuda", TRITON_INTERPRET="0")
 
 
-def _ptx(name: str, generation: int, **constants) -> str:
+def _ptx(name: str, generation: int, warps: int = 4, **constants) -> str:
     """PTX of a kernel of jit/nvfp4.py for a generation of GPUs; assembled too, so registers and instructions exist."""
     triton = pytest.importorskip("triton", reason="triton is not installed")
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -44,15 +46,17 @@ def _ptx(name: str, generation: int, **constants) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from dq.kernels.quantize.jit import nvfp4, pairs, tokens
+    from dq.kernels.quantize.jit import columns, nvfp4, pairs, tokens
 
-    kernel = getattr({"absmax_kernel": pairs, "values_kernel": tokens}.get(name, nvfp4), name)
+    place = {"absmax_kernel": pairs, "values_kernel": tokens, "columns_kernel": columns}
+    kernel = getattr(place.get(name, nvfp4), name)
     types = dict(x_ptr="*bf16", amax_ptr="*fp32", global_ptr="*fp32", bits_ptr="*i32", codes_ptr="*u8", scale_ptr="*u8")
     types |= {"word_ptr": "*i32", "y_ptr": "*fp32"}
+    types |= dict.fromkeys((n for n in kernel.arg_names if n.endswith("_ptr") and n not in types), "*fp32")
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
     attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in types}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    options = dict(num_warps=4, enable_fp_fusion=False)
+    options = dict(num_warps=warps, enable_fp_fusion=False)
     compiled = triton.compile(source, target=GPUTarget("cuda", generation, 32), options=options)
     assert compiled.asm["cubin"]
     return compiled.asm["ptx"]
@@ -82,6 +86,26 @@ def test_compiles_for(generation, tmp_path, monkeypatch):
         assert found.count("rn.f32") + 2 * found.count("rn.f32x2") == fused
         assert not re.search(r"\.ftz|e4m3|e2m1", ptx)
         assert "ld.global.v4.b32" in ptx  # 16 bytes at a time
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_columns_compile_for(generation, tmp_path, monkeypatch):
+    """A row stays in the registers of one warp; nothing is contracted, division is correctly rounded."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for names, zeros in ((("fp4_e2m1", "fp4_e2m1"), (False, False)), (("uint4",), (True,))):
+        constants = columns._constants(names, zeros, 128) | {}
+        for option in ("num_warps", "enable_fp_fusion"):
+            del constants[option]
+        ptx = _ptx("columns_kernel", generation, warps=1, **constants)
+        assert set(re.findall(r"\bdiv\.\S*f\d+", ptx)) == {"div.rn.f32"}
+        assert not re.search(r"\bfma\.|\.ftz|\.local|\.shared", ptx)
+        assert "shfl.sync" in ptx
+
+
+def test_columns_of_other_formats_are_refused():
+    block = torch.zeros(2, 4)
+    assert "nf4" in columns.why_not(block, [Grid(block, None, FORMATS.get("nf4_element"))])
+    assert "mxint8" in columns.why_not(block, [Grid(block, None, FORMATS.get("mxint8_element"))])
 
 
 def test_reference_and_reason_elsewhere(monkeypatch):

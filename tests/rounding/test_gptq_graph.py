@@ -14,7 +14,7 @@ def test_blocks_by_mask(spec):
     weight, fmt = torch.randn(8, 32, generator=g), QuantSpec.parse(spec).fmt
     upper = torch.randn(32, 32, generator=g).triu() + 3 * torch.eye(32)
     zero = torch.randint(0, 15, (8, 32), generator=g).float() if spec.startswith("u") else None
-    grids = [gptq_module._Grid(s * torch.rand(8, 32, generator=g) + 0.1, zero, fmt) for s in (0.5, 0.05)]
+    grids = [gptq_module.Grid(s * torch.rand(8, 32, generator=g) + 0.1, zero, fmt) for s in (0.5, 0.05)]
     kept = [i % 3 == 0 for i in range(32)]
     for second, flags in ((None, [False] * 32), (grids[1], kept)):
         looked = gptq_module._block(weight.clone(), upper, grids[0], second, flags, None)
@@ -27,7 +27,7 @@ def test_a_graph_that_errs_is_not_used(monkeypatch):
     """Nor one that cannot be captured: the loop's own result comes back, and the graph is not asked again."""
     g = torch.Generator().manual_seed(0)
     block, u, fmt = torch.randn(4, 8, generator=g), torch.eye(8), QuantSpec.parse("nvfp4").fmt
-    grids = [gptq_module._Grid(torch.ones(4, 8), None, fmt)]
+    grids = [gptq_module.Grid(torch.ones(4, 8), None, fmt)]
     wanted = gptq_module._block(block.clone(), u, grids[0], None, [False] * 8, None)
     calls = []
 
@@ -43,6 +43,7 @@ def test_a_graph_that_errs_is_not_used(monkeypatch):
         calls.append(key)
         raise RuntimeError("operation not permitted when stream is capturing")
 
+    monkeypatch.setattr(gptq_module, "BLOCK_KERNELS", ())
     for make in (lambda *key: wrong, refusing):
         monkeypatch.setattr(gptq_module, "_captured", make)
         monkeypatch.setattr(gptq_module, "_CHECKED", {})
@@ -51,6 +52,31 @@ def test_a_graph_that_errs_is_not_used(monkeypatch):
             found = gptq_module._columns(OnCuda(), u, grids, [False] * 8)
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
         assert len(calls) == 1
+
+
+def test_a_kernel_comes_before_a_graph(monkeypatch):
+    """Of those that take the block; what it gives is compared once, and used from then on."""
+    g = torch.Generator().manual_seed(0)
+    block, u, fmt = torch.randn(4, 8, generator=g), torch.eye(8), QuantSpec.parse("nvfp4").fmt
+    grids, calls = [gptq_module.Grid(torch.ones(4, 8), None, fmt)], []
+
+    class OnCuda:
+        is_cuda, device, shape = True, "cuda:0", block.shape
+        clone = staticmethod(block.clone)
+
+    def run(*call):
+        calls.append(call)
+        return gptq_module._block(block.clone(), u, grids[0], None, [False] * 8, None)
+
+    kernels = [
+        gptq_module.BlockKernel("no", lambda b, g: "not this one", None),
+        gptq_module.BlockKernel("yes", lambda b, g: "", run),
+    ]
+    monkeypatch.setattr(gptq_module, "BLOCK_KERNELS", kernels)
+    monkeypatch.setattr(gptq_module, "_CHECKED", {})
+    for count in (1, 2, 3):
+        gptq_module._columns(OnCuda(), u, grids, [False] * 8)
+        assert len(calls) == count and list(gptq_module._CHECKED.values()) == [True]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
