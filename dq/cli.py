@@ -172,6 +172,9 @@ def _add_bench_llm(kinds) -> argparse.ArgumentParser:
     t.add_argument("--samples", type=int, default=32, help="windows that calibrate (default 32)")
     t.add_argument("--sequential", action="store_true", help="calibrate blocks on what quantized ones before them give")
     t.add_argument("--seed", type=int, default=0)
+    t.add_argument(
+        "--kernels", action="store_true", help="run recipes in BF16 by this machine's kernels, on their grids"
+    )
     t.add_argument("--dtype", default="fp32", help="bf16, fp16 or fp32 (default fp32)")
     t.add_argument("--min-features", type=int, help="smallest side of a quantized linear (default: the family's)")
     t.add_argument("--workers", type=int, default=1, help="processes that share the rows (default 1)")

@@ -120,6 +120,9 @@ def bench_llm(args: argparse.Namespace) -> None:
         limit=args.row_limit,
     )  # fmt: skip
     print("", found["title"], llm.text(found["rows"]), sep="\n")
+    for r in found["ratios"]:
+        error = "" if r["se"] is None else f" ±{r['se']:.2g}, paired by windows"
+        print(f"{r['score']} of {r['recipe']} / {r['of']}: {r['value']:.3f}{error}")
     if args.markdown:
         table = llm.text(found["rows"], markdown=True)
         Path(args.markdown).write_text(f"{found['title']}\n\n{table}", encoding="utf-8")

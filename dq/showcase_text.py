@@ -44,6 +44,8 @@ class Settings:
         off_lattice: judge the copy that `llm.scramble` makes.
         min_features: a linear with a smaller side stays in 16 bits, and is not counted; None is the family's own bound.
         sequential: calibrate every block on what the quantized ones before it give.
+        kernels: recipes run in BF16 by the kernels that this machine chooses, on the grids that these have; the 16-bit
+            model, calibration, caches and other libraries stay as they are.
     """
 
     source: str
@@ -59,6 +61,7 @@ class Settings:
     device: str | None = None
     min_features: int | None = None
     sequential: bool = False
+    kernels: bool = False
 
     def keys(self, recipes: Mapping[str, Recipe | None], device: torch.device) -> dict[str, str]:
         """Of every row and of the 16-bit model: what its scores depend on, as `llm_rows.key`; where files lie, the
@@ -151,11 +154,14 @@ class Table:
             recipe,
             calibration=self.text if recipe.needs_calibration else None,
             sequential=s.sequential and recipe.needs_calibration,
-            activations="faithful",  # of every figure of accuracy: the recipe's own grid
+            activations="auto" if s.kernels else "faithful",  # the recipe's own grid, of every figure of accuracy
             progress=False,
         )
-        size = sum(x.nbytes for x in layer_info(model))
-        return llm.row(name, self.scorer.score(model, name), bits=bits(model), mb=size / 1e6, seconds=report.seconds)
+        scores = self.scorer.score(model.to(torch.bfloat16) if s.kernels else model, name)
+        layers = layer_info(model)
+        ran = {f"{x.backend} {x.grid}" for x in layers}
+        costs = dict(bits=bits(model), mb=sum(x.nbytes for x in layers) / 1e6, seconds=report.seconds)
+        return llm.row(name, scores, **costs, ran=sorted(ran))
 
     def _cache(self, name: str) -> dict[str, Any]:
         make = partial(KVCache, llm_methods.CACHES[name], self.model.config, exact=False)
@@ -201,7 +207,7 @@ def bench_llm(
     resume: bool = False,
     limit: float | None = None,
 ) -> dict[str, Any]:
-    """The table as a JSON-clean dict: title, rows, settings, environment.
+    """The table as a JSON-clean dict: title, rows, ratios of `llm_methods.PAIRS`, settings, environment.
 
     Args:
         names: rows, presets or TOML files; None for all rows.
@@ -230,7 +236,12 @@ def bench_llm(
         note(f"{len(have)} of {len(keys)} rows are there already")
     todo = {n: recipes[n] for n in llm_rows.first(list(recipes), llm_methods.FIRST) if n not in have}
     with _begun(settings, todo, workers) as (table, pool):
-        found = {"title": "", "rows": rows, "settings": asdict(settings) | table.scorer.settings()}
+        found = {
+            "title": "",
+            "rows": rows,
+            "ratios": llm.ratios(rows, llm_methods.PAIRS),
+            "settings": asdict(settings) | table.scorer.settings(),
+        }
         found["settings"] |= {"workers": workers, "row_limit": limit}
         found["environment"] = environment.describe(device)
         found["title"] = f"{settings.title()}: {found['settings']['scored_tokens']} tokens"
@@ -238,6 +249,7 @@ def bench_llm(
         for row in _rows(table, pool, todo, limit, base=REFERENCE not in have):
             rows.append(row | {"key": keys[row["recipe"]]})
             rows.sort(key=lambda r: place[r["recipe"]])
+            found["ratios"] = llm.ratios(rows, llm_methods.PAIRS)
             say(row)
             if out is not None:
                 llm_rows.write(out, found)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,13 @@ CACHE_BYTES = 2 * 2**30  # of reference logits that are kept for further candida
 
 @dataclass(frozen=True)
 class TextScore:
-    """One number over `tokens` scored tokens with its standard error (None for a single window)."""
+    """One number over `tokens` scored tokens with its standard error (None for a single window); `sums` are those of
+    the tokens of every window, by which candidates can be compared pair by pair."""
 
     value: float
     se: float | None
     tokens: int
+    sums: tuple[float, ...] = field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.value:.4g}" + ("" if self.se is None else f" ±{self.se:.2g}")
@@ -321,9 +323,20 @@ def _mean(sums: list[float], counts: list[int]) -> TextScore:
     total, n = sum(counts), len(counts)
     mean = sum(sums) / total
     if n < 2:
-        return TextScore(mean, None, total)
+        return TextScore(mean, None, total, tuple(sums))
     spread = sum((s - mean * c) ** 2 for s, c in zip(sums, counts, strict=True))
-    return TextScore(mean, math.sqrt(n / (n - 1) * spread) / total, total)
+    return TextScore(mean, math.sqrt(n / (n - 1) * spread) / total, total, tuple(sums))
+
+
+def ratio(sums: Sequence[float], others: Sequence[float]) -> tuple[float, float | None]:
+    """Mean of one candidate over that of another, and its standard error (None for a single window): both saw the same
+    windows, and what is hard for both moves the ratio little. By linearisation, `sum(a - r b)^2` over windows."""
+    n, below = len(sums), sum(others)
+    found = sum(sums) / below
+    if n < 2:
+        return found, None
+    spread = sum((a - found * b) ** 2 for a, b in zip(sums, others, strict=True))
+    return found, math.sqrt(n / (n - 1) * spread) / abs(below)
 
 
 def bits(model: nn.Module) -> float | None:

@@ -9,11 +9,13 @@ are put into a random order; blocks along K no longer are the file's, outlier ch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dq.eval.perplexity import ratio
 from dq.rewrites import rewrite
 from dq.rewrites.decoder import decoder_structure
 from dq.rewrites.norm_fusion import update
@@ -83,9 +85,21 @@ def cache_cost(cache: Any, sequences: int = 1) -> tuple[float, float]:
 
 
 def row(name: str, scores: Mapping[str, Any], **costs: Any) -> dict[str, Any]:
-    """One JSON-clean row of the table: every score as {value, se, tokens}, and bits, MB, seconds or `failed`."""
+    """One JSON-clean row of the table: every score as {value, se, tokens, sums}, and bits, MB, seconds or `failed`."""
     base = {"recipe": name, "bits": None, "mb": None, "seconds": None} | costs
-    return base | {k: {"value": s.value, "se": s.se, "tokens": s.tokens} for k, s in scores.items()}
+    return base | {k: asdict(s) | {"sums": list(s.sums)} for k, s in scores.items()}
+
+
+def ratios(table: Iterable[dict[str, Any]], pairs: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
+    """KL of one row over that of another, of the pairs that are both there: {recipe, of, score, value, se}."""
+    rows, out = {r["recipe"]: r for r in table}, []
+    for a, b in pairs:
+        for key in (k for k in rows.get(a, {}) if k.startswith("kl[") and k in rows.get(b, {})):
+            both = [rows[n][key].get("sums") for n in (a, b)]  # a file of an earlier version holds none
+            if all(both):
+                value, se = ratio(*both)
+                out.append({"recipe": a, "of": b, "score": key, "value": value, "se": se})
+    return out
 
 
 def text(table: Iterable[dict[str, Any]], markdown: bool = False) -> str:

@@ -27,10 +27,10 @@ def run(llm, tiny, tmp_path, monkeypatch):
 
     monkeypatch.setattr(showcase_text.Table, "row", row)
 
-    def call(names=("fp8", "int8"), notes=None, windows=2, **options):
+    def call(names=("fp8", "int8"), notes=None, windows=2, kernels=False, **options):
         settings = showcase_text.Settings(
             str(model), str(tmp_path / "score.txt"), str(tmp_path / "calib.txt"), windows=windows, length=64,
-            samples=2, min_features=16, device="cpu",
+            samples=2, min_features=16, device="cpu", kernels=kernels,
         )  # fmt: skip
         options = {"out": str(tmp_path / "t.json")} | options
         notes = [] if notes is None else notes
@@ -65,6 +65,33 @@ def test_a_changed_key_measures_anew_and_says_so(run, tmp_path):
     (tmp_path / "calib.txt").write_text("another text of letters. " * 100)
     call(windows=3, resume=True)
     assert len(done) == 6
+
+
+def test_ratios_are_paired_by_windows(run, monkeypatch):
+    """Against the formula with numbers that were worked out by hand, and of rows that are there."""
+    from dq.eval.bench import llm as table
+    from dq.eval.perplexity import ratio
+
+    assert ratio([1.0, 3.0], [2.0, 2.0]) == (1.0, pytest.approx(0.5))  # residuals -1 and 1: sqrt(2 * 2) / 4
+    assert ratio([2.0, 4.0, 6.0], [4.0, 8.0, 12.0]) == (0.5, 0.0)  # every window alike: nothing is uncertain
+    assert ratio([3.0], [2.0]) == (1.5, None)
+    monkeypatch.setattr(llm_methods, "PAIRS", (("fp8", "int8"), ("fp8", "nobody")))
+    found = run[0]()
+    (one,) = found["ratios"]
+    rows = {r["recipe"]: r[one["score"]] for r in found["rows"][1:]}
+    assert one["value"] == pytest.approx(rows["fp8"]["value"] / rows["int8"]["value"]) and one["se"] > 0
+    assert (one["recipe"], one["of"], one["score"]) == ("fp8", "int8", "kl[64]")
+    del rows["int8"]["sums"]  # of an earlier version
+    assert table.ratios(found["rows"], llm_methods.PAIRS) == []
+
+
+def test_by_kernels(run):
+    """Recipes in BF16 on the grid that this machine has; the 16-bit model stays, and the key differs."""
+    call, done = run
+    call(("fp8",))
+    found = call(("fp8",), resume=True, kernels=True)
+    assert done == ["fp8", "fp8"] and found["settings"]["kernels"]
+    assert found["rows"][1]["ran"] == ["torch-reference fp8_e4m3/token"]
 
 
 def test_failed_rows_are_tried_again(run, tmp_path):
