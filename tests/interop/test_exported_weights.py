@@ -132,6 +132,29 @@ def test_zero_points_by_their_decompressor(tiny, tmp_path, spec):
         assert layer.qtensor.zero_point.unique().numel() > 1
 
 
+@pytest.mark.parametrize(
+    ("dtype", "weights", "activations"),
+    [
+        (torch.float32, "fp8_e4m3/channel", "fp8_e4m3/token"),
+        (torch.float32, "fp8_e4m3/channel", "fp8_e4m3/tensor"),
+        (torch.float32, "fp8-block", "fp8-block-token"),
+        (torch.float32, "int8/channel", "int8_full/token"),  # amax / 127.5, where `int8` and vLLM's kernels take 127
+        (torch.bfloat16, "mxfp4", "mxfp4@even"),  # the maximum is rounded before its exponent is read
+    ],
+)
+def test_logits_of_quantized_activations(tiny, tmp_path, dtype, weights, activations):
+    """With the rule that compressed-tensors has for activations, its logits are ours."""
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, see the extra interop")
+    model = tiny.llama(dtype, hidden_size=128, intermediate_size=256)
+    plan, static = recipe(weights, activations).with_(min_features=16), activations.endswith("tensor")
+    dq.quantize(model, plan, calibration=RECORDS if static else None, progress=False)
+    dq.export(model, tmp_path / "out")
+    loaded = decompressed(tmp_path / "out", dtype)
+    with torch.no_grad():
+        ours, theirs = model(IDS).logits, loaded(IDS).logits
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
+
+
 def by_their_rule(x: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
     """NVFP4 activations as compressed-tensors rounds them: amax/6 of a block in the dtype of x, times a second level
     that is stored (2688 / amax of the calibration), in E4M3; the step is that divided by the level, in float32."""
