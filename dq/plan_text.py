@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from dq.recipe import Target
+from dq.rewrites import REWRITES
 
 if TYPE_CHECKING:
     from dq.planning import Plan
@@ -30,6 +31,7 @@ def plan_lines(plan: Plan) -> list[str]:
         out.append(f"  {names:<{wide}}  {c['n']:>3} x {shape:<12} {size_text(c['nbytes']):>9}  {how}")
     before, after, peak = (size_text(n) for n in (plan.bytes_before, plan.bytes_after, plan.peak_bytes))
     runs = " and the runs that calibrate" * plan.recipe.needs_calibration
+    runs += " and what its rewrites learn" * any(REWRITES.get(n).needs_batches for n, _ in plan.recipe.rewrites)
     cost = f"{time_text(plan.seconds)} on two CPU cores (far less on a GPU){runs}; peak memory about {peak}"
     out.append(f"  weights {before} -> {after}; {cost}")
     return out + [f"  note: {r}" for r in (*plan.remarks, plan.family.assumed) if r]

@@ -18,8 +18,11 @@ from dq.recipe import Recipe, Target
 from dq.registry import DQError, suggest, typed
 from dq.transforms import TRANSFORMS, Planned
 
-# Nanoseconds per weight element on one CPU core pair, measured with the demo model; a GPU is far faster.
-_COST = {"rtn": 25.0, "gptq": 150.0, "smooth": 900.0, "awq": 1600.0, "lowrank": 350.0, "rotate": 15.0, "arc": 5.0}
+# Nanoseconds per weight element on two CPU cores, measured on a decoder of width 576; a GPU is far faster. Of
+# transforms and roundings, and of scale rules that try more than one scale.
+_COST = {"rtn": 25.0, "gptq": 280.0, "smooth": 40.0, "search": 400.0, "awq": 400.0, "lowrank": 250.0, "rotate": 10.0,
+         "arc": 60.0}  # fmt: skip
+_RULE = {"mse": 220.0, "sweep": 45.0, "weighted_sweep": 60.0, "local_hessian": 100.0, "awq": 70.0, "imatrix": 40.0}
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,10 @@ class PlanRow:
 
     def cost(self, target: Target) -> float:
         """Rough seconds to quantize the row as `target` says."""
-        names = [n for n, _ in target.transforms] + [target.rounding]
-        return self.elements * 1e-9 * sum(_COST.get(n, 100.0) for n in names)
+        searched = any(dict(params).get("search") for _, params in target.transforms)
+        names = [n for n, _ in target.transforms] + [target.rounding] + ["search"] * searched
+        each = sum(_COST.get(n, 100.0) for n in names) + _RULE.get(target.weights.scale_rule, 0.0)
+        return self.elements * 1e-9 * each
 
 
 def subset(row: PlanRow, inputs: tuple[tuple[str, ...], ...]) -> PlanRow:
