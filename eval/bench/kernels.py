@@ -264,7 +264,7 @@ def measure(
 
     Args:
         models: keys of `SHAPES`.
-        engines: keys of `ENGINES`; default: all.
+        engines: keys of `ENGINES`; default: all, of few rows those that have kernels of their own for them.
         divide: every size by this, for a quick look or a CPU.
         say: is given the result so far after every shape; its last rows are those of that shape.
         with_peers: whether torchao and gemlite take part where installed. They compile or tune for every shape.
@@ -285,7 +285,7 @@ def measure(
         for k, n in shapes:
             problem = Problem(max(1, m // divide), k // divide, n // divide, where)
             problem.bandwidth = found["bandwidth"]
-            chosen = engines or [e for e in ENGINES if m > 16 or "a16" in e]
+            chosen = engines or [e for e in ENGINES if m > 16 or e == "fp8" or "a16" in e]
             lines = list(_lines(problem, found, chosen, repeat, with_peers))
             for line in lines:
                 line |= {"model": model} | ({"ratio": lines[0]["us"] / line["us"]} if "us" in line else {})
