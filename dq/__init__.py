@@ -35,6 +35,7 @@ _LAZY = {
     "DQConfig": "dq.pipelines.config",
     "KVCache": "dq.pipelines.kv_cache",
     "export": "dq.pipelines.export",
+    "load": "dq.pipelines.importing",
     "load_exported": "dq.pipelines.export",
     "evaluate_text": "dq.eval.perplexity",
     "evaluate_tasks": "dq.eval.tasks",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import PushToHubMixin
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -113,9 +113,12 @@ class DQTransformersQuantizer(HfQuantizer):
             self._path = checkpoint_files[0]
 
     def update_weight_conversions(self, weight_conversions, *model):
-        """Without what merges the experts of a layer into one tensor, where the checkpoint holds them as linears."""
-        if any(_OF_AN_EXPERT.search(name) for name in self.quantization_config.fields.get("layers") or ()):
+        """Without what merges the experts of a layer into one tensor, where the checkpoint holds them as linears, and
+        without what joins or splits the matrices of quantized linears."""
+        names = list(self.quantization_config.fields.get("layers") or ())
+        if any(_OF_AN_EXPERT.search(name) for name in names):
             weight_conversions = [c for c in weight_conversions if not _merges_experts(c)]
+        weight_conversions = [c for c in weight_conversions if not _reshapes(c, names)]
         return super().update_weight_conversions(weight_conversions, *model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
@@ -184,6 +187,28 @@ def _merges_experts(conversion: Any) -> bool:
     return isinstance(conversion, WeightConverter) and any("experts" in name for name in conversion.target_patterns)
 
 
+def _reshapes(conversion: Any, names: Iterable[str]) -> bool:
+    """Whether the files of such models hold one of these linears in another form, as rows of one matrix with others,
+    say. Codes and scales are saved as they are, and their neighbours beside them."""
+    if not isinstance(conversion, WeightConverter):
+        return False
+    back = conversion.reverse_transform()
+    leaves = ("qweight", "weight", "bias")
+    return any(back.rename_source_key(f"{name}.{leaf}")[1] is not None for name in names for leaf in leaves)
+
+
+def _keep_forms(model: nn.Module) -> None:
+    """Lets `save_pretrained` write quantized linears under names and in forms of their own."""
+    known = getattr(model, "_weight_conversions", None)
+    if known is None:
+        # What the library takes for a model that it has not loaded itself.
+        known = [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
+    names = list(quantized_linears(model))
+    kept = [c for c in known if not _reshapes(c, names)]
+    if len(kept) < len(known):
+        model._weight_conversions = kept
+
+
 @dataclass
 class _Part:
     """How the model that is loaded lies in the one that was saved: the prefixes that its names have there, if it is a
@@ -245,6 +270,7 @@ def attach(model: nn.Module) -> None:
     """Makes a model quantized in memory save and load like one that was loaded quantized."""
     release_gguf(model)
     note_origin(model)
+    _keep_forms(model)
     config = DQTransformersConfig(**config_fields(model)).follow(model)
     _share(model.config, config)
     model.hf_quantizer = DQTransformersQuantizer(config, pre_quantized=True)

@@ -1,4 +1,5 @@
-"""`dq.load_exported`: checkpoints of other engines, and of `dq.export`, as models with dq's own linears."""
+"""`dq.load_exported`: checkpoints of other engines, and of `dq.export`, as models with dq's own linears; and `dq.load`,
+of these and of everything else that the libraries load."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from dq import checks
 from dq.checkpoint import FORMAT_VERSION, finish_model, prepare_model
 from dq.linear import QuantizedLinear
+from dq.pipelines import gguf_file, loading
 from dq.pipelines.expert_names import from_files, of_experts
 from dq.pipelines.exported import EXPORTERS, Exporter, Files, Stored
 from dq.pipelines.loading import folder_of, model_class, read_config
@@ -31,13 +33,16 @@ def load_exported(
 
     Args:
         source: a local folder, written by `dq.export` or by another tool in the same layout; of a pipeline the folder
-            of the component. Or one safetensors file.
+            of the component. Or one safetensors or GGUF file.
         dtype: of everything that is not quantized; default: what the config or every tensor says.
         config: folder (or file) of the model's config.json, where none lies beside the file.
 
     Raises:
         DQError: no such folder, a method or a scheme that dq does not read, a tensor that is missing.
     """
+    file = gguf_file.file_in(Path(source).expanduser())
+    if file is not None:
+        return _gguf(file, dtype)
     files = _open(source, config)
     with checks.one_line(f"{source} cannot be read"):
         frame = _frame(files) if "_class_name" in files.config else None
@@ -49,6 +54,32 @@ def load_exported(
         if frame is not None:
             return _diffusers(frame, files, stored, dtype)
         return _transformers(files, stored, dtype)
+
+
+def load(source: str | Path, dtype: torch.dtype | None = None, device: str | None = "cpu") -> Any:
+    """A model or pipeline from what `dq.quantize` saved, `dq.export` or another tool wrote, or from 16-bit weights.
+
+    Args:
+        source: a local folder, a safetensors or GGUF file (blocks other than Q8_0 and Q4_0 are unpacked), or a hub id.
+        dtype: of what is not quantized; default: of an exported checkpoint what it holds, otherwise bfloat16.
+        device: where it goes; None for a GPU if there is one.
+
+    Raises:
+        DQError: nothing there that can be loaded, with the reason.
+    """
+    target, path = checks.device(device), Path(source).expanduser()
+    single = path.is_file() and path.suffix == ".safetensors"
+    file = gguf_file.file_in(path)
+    if single or (file and gguf_file.holds_codes(file)) or _method(path) in _readers():
+        return load_exported(source, dtype).to(target)
+    return loading.load(str(file or source), dtype or torch.bfloat16, str(target))
+
+
+def _method(folder: Path) -> str:
+    """`quant_method` of the config.json in a folder, "" without one."""
+    file = folder / "config.json"
+    said = read_config(file).get("quantization_config") if file.is_file() else None
+    return str(said.get("quant_method", "")) if isinstance(said, dict) else ""
 
 
 def _quantized(name: str, tensor: Tensor) -> bool:
@@ -82,8 +113,12 @@ def _open(source: str | Path, config: str | Path | None) -> Files:
     return Files(path, read_config(said), tensors, metadata)
 
 
+def _readers() -> dict[str, Exporter]:
+    return {e.method: e for e in EXPORTERS if e.method and e.read}
+
+
 def _reader(files: Files) -> Exporter:
-    readers = {e.method: e for e in EXPORTERS if e.method and e.read}
+    readers = _readers()
     method = files.quantization.get("quant_method")
     if method in readers:
         return readers[method]
@@ -126,6 +161,19 @@ def _transformers(files: Files, stored: dict[str, Stored], dtype: torch.dtype | 
     stored, plain = _own_names(cls, config, stored, files.tensors)
     config.quantization_config, tensors = _buffers(stored, files.path)
     return cls.from_pretrained(None, config=config, state_dict=plain | tensors, dtype=dtype or config.dtype)
+
+
+def _gguf(file: Path, dtype: torch.dtype | None) -> nn.Module:
+    why = gguf_file.available()
+    if why:
+        raise DQError(f"{file} cannot be read: {why}")
+    with checks.one_line(f"{file} cannot be read"):
+        config, cls, stored, plain = gguf_file.read(file)
+        if not stored:
+            raise DQError("it holds no Q8_0 or Q4_0 linears: from_pretrained(gguf_file=...) reads it")
+        config.quantization_config, tensors = _buffers(stored, file)
+        usual = dtype or _usual_dtype({n: t for n, t in plain.items() if t.dim() > 1})
+        return cls.from_pretrained(None, config=config, state_dict=plain | tensors, dtype=usual)
 
 
 def _own_names(cls: type, config: Any, stored: dict[str, Stored], tensors: dict[str, Tensor]) -> tuple[dict, dict]:

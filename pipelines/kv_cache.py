@@ -230,7 +230,7 @@ class KVCache(Cache):
         exact: False to attend to the tokens of a call as they are stored, in that call already.
 
     Raises:
-        DQError: an unknown name, or a head size that no Hadamard matrix has.
+        DQError: an unknown name, a head size that no Hadamard matrix has, or a model without a layer to quantize.
     """
 
     def __init__(self, name: str | KVFormat = "fp8", config: Any = None, *, exact: bool = True):
@@ -239,7 +239,13 @@ class KVCache(Cache):
             super().__init__(layer_class_to_replicate=partial(QuantizedKVLayer, self.format, exact=exact))
             return
         _check_head(self.format, config)
-        super().__init__(layers=[self._layer(own) for own in DynamicCache(config=config).layers])
+        layers = [self._layer(own) for own in DynamicCache(config=config).layers]
+        rounds = self.format.keys is not None or self.format.values is not None
+        if rounds and not any(isinstance(x, QuantizedKVLayer) for x in layers):
+            kinds = ", ".join(sorted({type(x).__name__ for x in layers}))
+            raise DQError(f"no layer of {config.model_type} holds plain keys and values, so that {self.format.name} "
+                          f"would save nothing (transformers keeps {kinds}): generate without it")  # fmt: skip
+        super().__init__(layers=layers)
 
     def _layer(self, own: Any) -> Any:
         """transformers' own layer of a kind -> ours, where there is one."""
@@ -278,10 +284,14 @@ class KVCache(Cache):
 
 
 def _check_head(fmt: KVFormat, config: Any) -> None:
+    if not fmt.rotated:
+        return
     text = config.get_text_config(decoder=True)
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if fmt.rotated:
-        factors(size)
+    for one in getattr(text, "per_layer_config", None) or [text]:  # layers may have heads of different sizes
+        heads = getattr(one, "num_attention_heads", None)  # none in a model without attention
+        size = getattr(one, "head_dim", None) or (one.hidden_size // heads if heads else None)
+        if size:
+            factors(size)
 
 
 def cache_argument(model: Any) -> str:

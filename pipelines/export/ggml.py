@@ -11,7 +11,6 @@ Source: ggml's block_q8_0 and block_q4_0; gguf 0.19.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,8 @@ from torch import Tensor
 
 from dq.linear import QuantizedLinear
 from dq.pipelines.exported import EXPORTERS, Exporter, Job, not_plain, plain_values
+from dq.pipelines.gguf_file import ARCHITECTURES, BLOCK, available, permuted, tensor_names, turned_heads
 from dq.spec import QuantSpec
-
-BLOCK = 32
-# model_type -> gguf architecture, and whether q and k rows are permuted.
-_ARCHITECTURES = {"llama": ("llama", True), "mistral": ("llama", True), "qwen2": ("qwen2", False),
-                  "qwen3": ("qwen3", False)}  # fmt: skip
-
-
-def _available() -> str:
-    return "" if importlib.util.find_spec("gguf") else "the package gguf is missing: pip install gguf"
 
 
 def _kind(spec: QuantSpec) -> str:
@@ -42,8 +33,8 @@ def _kind(spec: QuantSpec) -> str:
 
 def _refuse(job: Job, name: str) -> str:
     layer, config = job.layers[name], job.model.config
-    if config.model_type not in _ARCHITECTURES:
-        return f"models of type {config.model_type} are not written, only {', '.join(_ARCHITECTURES)}"
+    if config.model_type not in ARCHITECTURES:
+        return f"models of type {config.model_type} are not written, only {', '.join(ARCHITECTURES)}"
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
         return f"rotary embeddings of type {rope['rope_type']} are not written"
@@ -66,11 +57,6 @@ def blocks(layer: QuantizedLinear) -> Tensor:
         plus = (codes + 8).to(torch.uint8)
         packed = plus[..., : BLOCK // 2] | (plus[..., BLOCK // 2 :] << 4)
     return torch.cat([scale, packed], -1).flatten(1)
-
-
-def permuted(rows: Tensor, heads: int) -> Tensor:
-    """Rows [heads * dim, ..] from two halves per head to pairs: where llama.cpp's rotary embedding looks for them."""
-    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def _metadata(writer: Any, config: Any, kinds: set[str]) -> None:
@@ -107,16 +93,14 @@ def _write(job: Job, folder: Path) -> None:
     import gguf
 
     config = job.model.config
-    architecture, permute = _ARCHITECTURES[config.model_type]
-    names = gguf.get_tensor_name_map(_number(gguf, architecture), config.num_hidden_layers)
+    architecture, names = ARCHITECTURES[config.model_type][0], tensor_names(config.model_type, config.num_hidden_layers)
     folder.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
     _metadata(writer, config, {_kind(x.config.weights) for x in job.layers.values()})
     for name, tensor in _tensors(job).items():
         owner, _, leaf = name.rpartition(".")
-        if permute and owner.endswith((".q_proj", ".k_proj")):
-            query = owner.endswith(".q_proj")
-            tensor = permuted(tensor, config.num_attention_heads if query else config.num_key_value_heads)
+        heads = turned_heads(config, owner)
+        tensor = permuted(tensor, heads) if heads else tensor
         target = f"{names.get_name(owner)}.{leaf}"
         if owner in job.layers and leaf == "weight":
             kind = _kind(job.layers[owner].config.weights)
@@ -130,10 +114,6 @@ def _write(job: Job, folder: Path) -> None:
     writer.close()
 
 
-def _number(gguf: Any, architecture: str) -> Any:
-    return next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture)
-
-
 def _tensors(job: Job) -> dict[str, Tensor]:
     """name -> rows of blocks, or the tensor itself; tied ones once."""
     tied, out = getattr(job.model, "all_tied_weights_keys", None) or {}, {}
@@ -145,5 +125,5 @@ def _tensors(job: Job) -> dict[str, Tensor]:
 
 
 EXPORTERS.register(
-    Exporter("gguf", "llama.cpp, Ollama, transformers: Q8_0, Q4_0", _refuse, _write, available=_available)
+    Exporter("gguf", "llama.cpp, Ollama, transformers: Q8_0, Q4_0", _refuse, _write, available=available)
 )

@@ -245,6 +245,71 @@ def test_gguf_in_transformers(tiny, tmp_path, weights, kind, dtype):
         assert torch.allclose(loaded(IDS).logits, model.float()(IDS).logits, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "biased"])
+@pytest.mark.parametrize(("weights", "kind"), GGUF)
+def test_gguf_comes_back_as_codes(tiny, tmp_path, weights, kind, family):
+    """Codes and scales of every linear, rows of q and k in their places, ties, and the logits; by both names of it."""
+    pytest.importorskip("gguf", reason="needs gguf, see the extra interop")
+    build = qwen(tiny) if family == "qwen3" else None
+    changes = dict(attention_bias=True, mlp_bias=True, num_key_value_heads=1) if family == "biased" else {}
+    model = quantized(tiny, recipe(weights), torch.bfloat16, build, **({} if build else {"tied": True} | changes))
+    if family == "biased":
+        model.model.layers[1].self_attn.k_proj.bias.data.normal_()
+    out = dq.export(model, tmp_path / "out", "gguf")
+    for back in (dq.load_exported(out), dq.load(out / "model.gguf")):
+        assert back.lm_head.weight is back.model.embed_tokens.weight and back.dtype == torch.bfloat16
+        assert list(quantized_linears(back)) == list(quantized_linears(model))
+        for name, layer in quantized_linears(model).items():
+            theirs = back.get_submodule(name)
+            assert torch.equal(theirs.qweight, layer.qweight), name
+            assert torch.equal(theirs.weight_scale, layer.weight_scale) and theirs.weight_scale.dtype == torch.float16
+        with torch.no_grad():
+            assert torch.equal(back(IDS).logits, model(IDS).logits)
+    back.save_pretrained(tmp_path / "native")
+    with torch.no_grad():
+        assert torch.equal(dq.load(tmp_path / "native")(IDS).logits, model(IDS).logits)
+
+
+def test_gguf_that_is_not_read(tiny, tmp_path):
+    """Blocks of another kind, a tensor that is missing, a file that is none: one line, with the way out."""
+    gguf = pytest.importorskip("gguf", reason="needs gguf, see the extra interop")
+    out = dq.export(quantized(tiny, recipe("int8/group32")), tmp_path / "out", "gguf") / "model.gguf"
+
+    def rewritten(name, change):
+        reader, place = gguf.GGUFReader(out), tmp_path / name
+        place.mkdir()
+        writer = gguf.GGUFWriter(place / "model.gguf", "llama")
+        for field in reader.fields.values():
+            if not field.name.startswith(("GGUF.", "general.architecture")):
+                writer.add_key_value(field.name, field.contents(), field.types[0])
+        for t in reader.tensors:
+            data = change(t)
+            if data is not None:
+                writer.add_tensor(t.name, data[0], raw_dtype=data[1])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return place
+
+    def recoded(t):
+        if t.name != "blk.1.ffn_down.weight":
+            return t.data, t.tensor_type
+        other = gguf.GGMLQuantizationType.Q5_0
+        return gguf.quants.quantize(gguf.quants.dequantize(t.data, t.tensor_type), other), other
+
+    place = rewritten("blocks", recoded)
+    with pytest.raises(dq.DQError, match=r"layers\.1\.mlp\.down_proj is in Q5_0 blocks, only Q8_0, Q4_0"):
+        dq.load_exported(place)
+    assert not quantized_linears(dq.load(place))  # unpacked by transformers
+    gone = rewritten("gone", lambda t: None if t.name == "blk.0.attn_k.weight" else (t.data, t.tensor_type))
+    with pytest.raises(dq.DQError, match=r"it lacks blk\.0\.attn_k\.weight"):
+        dq.load_exported(gone)
+    (tmp_path / "x.gguf").write_bytes(b"nothing of it")
+    with pytest.raises(dq.DQError, match=r"x\.gguf is no GGUF file"):
+        dq.load(tmp_path / "x.gguf")
+
+
 def test_gguf_blocks_by_their_own_reader(tiny, tmp_path):
     """Qwen3, whose rows stay in place, through gguf's own dequantization."""
     gguf = pytest.importorskip("gguf", reason="needs gguf, see the extra interop")

@@ -1,10 +1,12 @@
 """NVIDIA Model Optimizer's own export of a diffusers model, read by us; and its low-rank linear on our NVFP4_SVD file.
+Of a language model, its files and ours beside each other.
 
 Its NVFP4 runs on GPUs only, its calibration of maxima and its export run here. What an NVFP4 file says is decoded by
 diffusers' reader of Black Forest Labs' files, whose layout is the same.
 """
 
 import copy
+import json
 
 import pytest
 import torch
@@ -109,3 +111,34 @@ def test_their_linear_computes_our_file(tiny, tmp_path):
     x = torch.randn(8, ours.in_features)
     expected = torch.nn.functional.linear(x, ours.dequantized_weight(torch.float32), ours.bias)
     assert (theirs(x) - expected).norm() < 2.0**-9 * expected.norm()  # lora_a was rounded to 16 bits
+
+
+def test_language_models_have_its_layout(tiny, tmp_path):
+    """The same tensors by name, type and shape, equal second levels and block scales, the same words in both configs;
+    one second level for q, k and v, and for gate and up; its file read by us gives its values."""
+    config, records = copy.deepcopy(mtq.NVFP4_DEFAULT_CFG), [dict(input_ids=torch.arange(3, 35).view(2, 16))]
+    theirs, ours = (tiny.llama(torch.bfloat16, hidden_size=128, intermediate_size=256) for _ in range(2))
+    theirs.config.architectures = ["LlamaForCausalLM"]
+    theirs = mtq.quantize(theirs, config, forward_loop=lambda m: [m(**r) for r in records])
+    export_hf_checkpoint(theirs, export_dir=str(tmp_path / "theirs"))
+    entry = {"weights": "nvfp4", "activations": "nvfp4-token"}
+    plan = Recipe.from_dict({"name": "test", "description": "", "linear": entry}).with_(min_features=16)
+    dq.quantize(ours, plan, progress=False)
+    dq.export(ours, tmp_path / "ours", "modelopt", calibration=records)
+    a, b = (load_file(tmp_path / n / "model.safetensors") for n in ("theirs", "ours"))
+    assert {n: (t.dtype, t.shape) for n, t in a.items()} == {n: (t.dtype, t.shape) for n, t in b.items()}
+    for name in (n for n in a if "weight_scale" in n):
+        x, y = a[name].float(), b[name].float()
+        one = name.endswith("scale_2")  # block scales between two E4M3 numbers go either way
+        assert torch.equal(x, y) if one else ((x - y).abs() <= x / 8).all() and (x == y).float().mean() > 0.99, name
+    for block in range(2):
+        for group in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+            for leaf in ("weight_scale_2", "input_scale"):
+                assert len({b[f"model.layers.{block}.{m}.{leaf}"].item() for m in group}) == 1
+    said = [json.loads((tmp_path / n / "config.json").read_text())["quantization_config"] for n in ("theirs", "ours")]
+    assert said[0]["config_groups"] == said[1]["config_groups"]
+    assert said[0]["quant_algo"] == said[1]["quant_algo"] == "NVFP4" and "lm_head" in said[1]["ignore"]
+    layers = quantized_linears(dq.load_exported(tmp_path / "theirs"))
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        assert torch.equal(layer.dequantized_weight(torch.float32), residual(a, name)), name

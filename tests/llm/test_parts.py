@@ -66,6 +66,39 @@ def test_a_tensor_of_the_base_must_be_there(whole):
         AutoModel.from_pretrained(folder / "whole")
 
 
+def test_linears_that_files_hold_as_one_matrix(tiny, tmp_path):
+    """LaraMini's files join four linears, and transformers would join their codes and scales too, which nothing takes
+    apart: they are saved one by one, from memory and once loaded, and 16-bit ones are joined again."""
+    import transformers
+
+    if not hasattr(transformers, "LaraMiniConfig"):
+        pytest.skip("needs a transformers with LaraMini")
+    config = transformers.LaraMiniConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, linear_key_head_dim=16,
+        linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, pad_token_id=0,
+        shared_expert_intermediate_size=32, layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    model = tiny.seeded(lambda: transformers.LaraMiniForCausalLM(config))
+    model.save_pretrained(tmp_path / "plain")
+    for way, source in (("made", model), ("read", AutoModelForCausalLM.from_pretrained(tmp_path / "plain"))):
+        dq.quantize(source, tiny.recipe("int8"), skip=["in_proj_z"], progress=False)
+        assert [n for n in quantized_linears(source) if "in_proj" in n]
+        with torch.no_grad():
+            expected = source(IDS).logits
+            for name in "ab":
+                source.save_pretrained(tmp_path / name)
+                source = type(model).from_pretrained(tmp_path / name)
+                assert torch.equal(source(IDS).logits, expected)
+            exported = dq.export(source, tmp_path / f"{way}-out", weight_only=True)
+            back = quantized_linears(dq.load_exported(exported))
+            assert all(torch.equal(back[n].qweight, x.qweight) for n, x in quantized_linears(source).items())
+        dq.dequantize(source)
+        source.save_pretrained(tmp_path / "c")
+        with torch.no_grad():
+            assert torch.equal(type(model).from_pretrained(tmp_path / "c")(IDS).logits, source(IDS).logits)
+
+
 def test_quantized_while_loading_a_part(llm, tiny, tmp_path):
     model = llm.decoder()
     model.save_pretrained(tmp_path)

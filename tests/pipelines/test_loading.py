@@ -50,6 +50,25 @@ def test_every_kind_of_folder_loads(saved, name, kind):
     assert (obj.transformer if name == "pipe" else obj).dtype == torch.bfloat16
 
 
+def test_load_by_its_public_name(saved, tiny, tmp_path):
+    """What dq saved, what it exported and plain folders: one verb, the same function."""
+    from dq.linear import quantized_linears
+
+    assert type(dq.load(saved / "pipe")).__name__ == "FluxPipeline"
+    assert len(quantized_linears(dq.load(saved / "flux"))) > 10
+    model, ids = tiny.llama(hidden_size=128, intermediate_size=256), torch.arange(3, 20)[None]
+    dq.quantize(model, tiny.recipe("w4a4-nvfp4"), progress=False)
+    for kind in ("compressed-tensors", "modelopt"):
+        out = dq.export(model, tmp_path / kind, kind, calibration=[dict(input_ids=ids)])
+        back = dq.load(str(out), device="cpu")
+        assert back.dtype == torch.float32 and len(quantized_linears(back)) == 14
+        with torch.no_grad():
+            assert torch.allclose(back(ids).logits, model(ids).logits, atol=1e-5)
+        assert dq.load(out, torch.bfloat16).dtype == torch.bfloat16
+    with pytest.raises(dq.DQError, match="no such folder"):
+        dq.load("./nowhere")
+
+
 DAMAGE = {
     "config.json holds no JSON": lambda f: write_config(f, "{nonsense"),
     "config.json is binary": lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"),
