@@ -29,7 +29,9 @@ def _loaded(
     at = _places(t, FLIP, C)
     if PERMUTE:
         at = tl.load(order_ptr + at, mask=at < K, other=K)
-    x = _vector(x_ptr, at, K, 0.0)
+    # Read once, but for gathered lines: what x takes in the cache is better left to the codes, which the product reads.
+    keep: tl.constexpr = "" if PERMUTE else "evict_first"
+    x = tl.load(x_ptr + at, mask=at < K, other=0.0, eviction_policy=keep).to(tl.float32)
     if FRONT == "gelu" or FRONT == "silu":
         x = front.activation(x, FRONT)
     if GATE:

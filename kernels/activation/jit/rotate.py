@@ -72,21 +72,26 @@ def _reversed(x, C: tl.constexpr):
 
 
 @triton.jit
-def _stage(x, A: tl.constexpr, B: tl.constexpr):
-    """`h - x`, h half the sum over the digit of 4 whose bits are the axes A and B."""
+def _stage(x, A: tl.constexpr, B: tl.constexpr, SHARE: tl.constexpr):
+    """`2 (h - x)` times SHARE, h half the sum over the digit of 4 whose bits are the axes A and B."""
     s = tl.sum(x, axis=A, keep_dims=True)
     s = tl.sum(s, axis=B, keep_dims=True)
-    return tl.fma(s, 0.5, -x)
+    return tl.fma(x, -2.0 * SHARE, s * SHARE)
 
 
 @triton.jit
 def rotate(x, SIZE: tl.constexpr, C: tl.constexpr):
-    """x [C, 8] rotated in groups of SIZE (16, 64 or 256), given with the chunks of each group in reverse order."""
+    """x [C, 8] rotated in groups of SIZE (16, 64 or 256), given with the chunks of each group in reverse order.
+
+    What each stage is too large by, a factor of 2, the last one takes back: the same bits for |x| < 2^120. On an H200
+    that takes up to 5 % less time than to halve in each stage at K = 3072, and at K = 12288 after smoothing 4 % less,
+    but alone 2 to 8 % more.
+    """
     x = tl.reshape(_reversed(x, C), (2, 2, C // 32, 2, 2, 2, 2, 2, 2))
-    x = _stage(x, 8, 7)
-    x = _stage(x, 6, 5)
+    x = _stage(x, 8, 7, 1.0)
+    x = _stage(x, 6, 5, 0.25 if SIZE == 16 else 1.0)
     if SIZE >= 64:
-        x = _stage(x, 1, 4)
+        x = _stage(x, 1, 4, 0.125 if SIZE == 64 else 1.0)
     if SIZE >= 256:
-        x = _stage(x, 0, 3)
+        x = _stage(x, 0, 3, 0.0625)
     return tl.reshape(x, (C, 8))

@@ -38,8 +38,8 @@ def divide(a, b, inverse, FUSED: tl.constexpr):
     """
     if FUSED:
         q = a * inverse
-        q = tl.fma(tl.fma(-q, b, a), inverse, q)
-        return tl.fma(tl.fma(-q, b, a), inverse, q)
+        q = tl.fma(tl.fma(q, -b, a), inverse, q)  # the sign with b, of which there are fewer: some compilers subtract
+        return tl.fma(tl.fma(q, -b, a), inverse, q)
     else:
         return tl.div_rn(a, b)
 
