@@ -18,6 +18,8 @@ from torch import Tensor
 _LIBRARY = torch.library.Library("dq", "FRAGMENT")
 _COMPILED: dict[tuple, tuple] = {}
 _MOST = 8192  # launches remembered
+_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
+_STOCK: dict[torch.device, Tensor] = {}
 
 
 def interpreted() -> bool:
@@ -82,10 +84,45 @@ def native_fp8(device: torch.device) -> bool:
     return capability(device) >= (9, 0)
 
 
+@lru_cache(maxsize=1)
+def reversed_lanes() -> bool:
+    """Whether this version of Triton gives lanes the last of equally good dimensions first; before 3.7, the first."""
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 7)
+
+
 @lru_cache(maxsize=8)
 def multiprocessors(index: int | None) -> int:
     """Streaming multiprocessors of a CUDA device; a small number for the interpreter, where programs run in turn."""
     return 2 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def counters(device: torch.device, size: int) -> Tensor:
+    """int32 zeros, which every launch leaves at zero; one set per stream, so that launches side by side do not meet.
+
+    A captured launch has a set of its own: graphs may be replayed side by side, in any order, or never.
+    """
+    on_gpu = device.type == "cuda"
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        return _zeros(device, size, True)
+    key = (device, torch.cuda.current_stream(device).cuda_stream if on_gpu else 0)
+    found = _COUNTERS.get(key)
+    if found is None or found.numel() < size:
+        found = _COUNTERS[key] = _zeros(device, max(4096, size), False)
+    return found
+
+
+def _zeros(device: torch.device, size: int, capturing: bool) -> Tensor:
+    """int32 zeros that nobody else has, 16 bytes aligned, from a stock. Where a capture finds none, it makes zeros that
+    the graph fills anew whenever it is replayed; nobody else may have these, so they are not kept."""
+    stock = _STOCK.get(device)
+    if stock is None or stock.numel() < size:
+        stock = torch.zeros(size if capturing else max(1 << 20, size), dtype=torch.int32, device=device)
+        if capturing:
+            return stock
+    _STOCK[device] = stock[size + -size % 4 :]
+    return stock[:size]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> None:

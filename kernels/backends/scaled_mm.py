@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dq.kernels.gemm import gemm, layout, rows
+from dq.kernels.gemm import gemm, layout, row8, rows
 from dq.kernels.library import why_not
 from dq.ops import BACKENDS, Backend, LinearParams, own_grid
 from dq.spec import QuantSpec
@@ -40,14 +40,19 @@ def _static(x: Tensor, params: LinearParams) -> tuple[Tensor, Tensor]:
 
 
 def _run(x: Tensor, params: LinearParams) -> Tensor:
-    """x [M, K] -> [M, N]; products in E4M3, accumulation in float32, one rounding to BF16."""
+    """x [M, K] -> [M, N]; products in E4M3, accumulation in float32, one rounding to BF16, of one row to x's dtype."""
     weight = params.weight
     if not x.shape[0]:
         return x.new_zeros(0, weight.shape[0])
+    alone = x.shape[0] == 1 and params.down is None
+    if alone and params.input_scale is None and not (params.steps or params.residual):
+        return row8.rounding(x, weight.codes, weight.scale, params.bias)
     if params.input_scale is not None:
         codes, scale = _static(x, params)
     else:
         codes, scale = rows.prepared(x, params, rows.FP8, "e4m3")
+    if alone:
+        return row8.of_codes(codes, scale, weight.codes, weight.scale, params.bias, x.dtype)
     factors = low_rank(x, params)
     return gemm.scaled_mm(codes, weight.codes, scale, weight.scale.reshape(-1), params.bias, *factors).to(x.dtype)
 

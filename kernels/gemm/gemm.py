@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dq.kernels.library import capability, define, launch
+from dq.kernels.library import capability, counters, define, launch, multiprocessors
 
+FEW = 16  # rows up to which cuBLASLt refuses some shapes (1 x 14336 by 14336 x 4096 on an H200)
 GROUPS = (0, 32, 64, 128)  # columns of a group that the kernel takes; 0 for one scale per row
 
 
@@ -46,19 +47,25 @@ def _launch(a, b, sa, sb, bias, low, up, group, rows, dtype) -> Tensor:
     if not m or not n:
         return out
     half = None if low is None else low.dtype == torch.float16
-    constants, grid = _plan(m, n, k, group, rows, a.dtype == torch.int8, bias is not None, half, a.device)
+    constants, grid, each = _plan(m, n, k, group, rows, a.dtype == torch.int8, bias is not None, half, a.device)
+    partial, counter = out, out
+    if grid[1] > 1:
+        partial = torch.empty(grid[1], m, n, dtype=torch.float32, device=a.device)
+        counter = counters(a.device, grid[0])
     factors = (out, out) if low is None else (low.contiguous(), up.contiguous())
     data = (a.contiguous(), b.contiguous(), sa.contiguous(), sb.contiguous(), out if bias is None else bias, *factors)
     rank = 0 if low is None else low.shape[1]
-    launch(gemm_kernel, grid, (*data, out, m, n, k, sa.shape[1], rows, rank), constants)
+    sizes = (m, n, k, sa.shape[1], rows, rank, each, grid[1])
+    launch(gemm_kernel, grid, (*data, out, partial, counter, *sizes), constants)
     return out
 
 
 @lru_cache(maxsize=1024)  # of every launch
 def _plan(
     m: int, n: int, k: int, group: int, rows: int, integer: bool, bias: bool, half: bool | None, device: torch.device
-) -> tuple[dict[str, Any], tuple[int]]:
-    """(compile-time arguments and options, grid). half: of a low-rank branch; None for none."""
+) -> tuple[dict[str, Any], tuple[int, int], int]:
+    """(compile-time arguments and options, grid, steps along K of a program). half: of a low-rank branch; None for
+    none. Of few rows there are few tiles, and several programs share one."""
     import triton.language as tl
 
     tile = _tiles(m, n, group, device)
@@ -68,7 +75,12 @@ def _plan(
     flags |= dict(
         LOW=half is not None, dtype=tl.float16 if half else tl.bfloat16 if device.type == "cuda" else tl.float32
     )
-    return flags | tile, (-(-m // tile["BM"]) * -(-n // tile["BN"]),)
+    tiles, steps, split = -(-m // tile["BM"]) * -(-n // tile["BN"]), -(-k // tile["BK"]), 1
+    if m <= FEW and not group and not integer:
+        split = max(1, min(2 * multiprocessors(device.index if device.type == "cuda" else None) // tiles, steps // 4))
+    each = -(-steps // split)
+    split = -(-steps // each)
+    return flags | tile | dict(SPLIT=split > 1), (tiles, split), each
 
 
 def _reference(a, b, sa, sb, bias, low, up, group, rows, dtype) -> Tensor:
@@ -117,9 +129,6 @@ def gemm(
         low, up: 16-bit [M, r] and [N, r] of one dtype, or None.
     """
     return _gemm(a, b, sa, sb, bias, low, up, group, rows, dtype)
-
-
-FEW = 16  # rows up to which cuBLASLt refuses some shapes (1 x 14336 by 14336 x 4096 on an H200)
 
 
 def scaled_mm(

@@ -16,21 +16,12 @@ from torch import Tensor
 
 from dq.kernels.gemm import expand as expansion
 from dq.kernels.gemm import layout as layouts
+from dq.kernels.gemm import row8
 from dq.kernels.gemm.layout import Layout
-from dq.kernels.library import define, launch, multiprocessors
+from dq.kernels.library import counters, define, launch, multiprocessors, reversed_lanes
 from dq.qtensor import QTensor
 
 LIMIT = 16
-_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def _counters(device: torch.device, size: int) -> Tensor:
-    """int32 zeros, which every launch leaves at zero; one set per stream, so that launches side by side do not meet."""
-    key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-    found = _COUNTERS.get(key)
-    if found is None or found.numel() < size:
-        found = _COUNTERS[key] = torch.zeros(max(4096, size), dtype=torch.int32, device=device)
-    return found
 
 
 def _geometry(lay: Layout, groups: int, scale: int, half: bool) -> dict[str, int | bool]:
@@ -155,13 +146,15 @@ def _habits() -> dict[str, int | bool]:
     import triton
 
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return dict(REVERSE=version >= (3, 7), NARROW=2 if version >= (3, 8) else 4)
+    return dict(REVERSE=reversed_lanes(), NARROW=2 if version >= (3, 8) else 4)
 
 
 def _launch(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
     from dq.kernels.gemm.jit.gemv import gemv_kernel
 
     (m, k), n, groups = x.shape, len(codes), scale.shape[1]
+    if m == 1 and n and row8.takes(codes, scale, unit, kind, rows):
+        return row8.of_floats(x, codes, scale, bias, x.dtype)
     if n and _one_row(x, codes, scale, Layout(kind, group, rows), groups):
         return _launch_row(x, codes, scale, unit, bias, kind, group, rows)
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
@@ -175,7 +168,7 @@ def _launch(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
     partial, counter = out, out
     if split > 1:
         partial = torch.empty(split, m, n, dtype=torch.float32, device=x.device)
-        counter = _counters(x.device, tiles)
+        counter = counters(x.device, tiles)
     scales = expansion.as_bytes(scale)
     data = (
         x.contiguous(), expansion.as_bytes(codes).view(torch.uint8), scales, scales if unit is None else unit,

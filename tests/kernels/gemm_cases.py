@@ -44,12 +44,12 @@ _SHARE, _COUNT = [0, 1], itertools.count()
 LEVEL = {"expand-fp8": 0.04, "expand-fp8-faithful": 0.05}
 
 
-def _mine() -> bool:
+def mine() -> bool:
     """Whether the next piece of work belongs to this process: compilation takes most of the time on a GPU."""
     return next(_COUNT) % _SHARE[1] == _SHARE[0]
 
 
-def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+def sample(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
@@ -69,13 +69,13 @@ def expansions(device: str) -> Iterator[str]:
     shapes = ((17, 96), (5, 130)) if device == "cpu" else ((17, 96), (5, 130), (300, 3072), (33, 15360))
     for text in (*FOUR, "uint4/group64"):
         for n, k in shapes:
-            if not _mine():
+            if not mine():
                 continue
-            dense = _random(n, k) * 1e-4
+            dense = sample(n, k) * 1e-4
             dense[1, : k // 2], dense[2] = 0.0, 0.0  # groups and a row of zeros, whose scale is 1
             weight = quantize(dense, QuantSpec.parse(text))
             for rank in (0, 5):
-                up = (_random(n, rank) * 3).bfloat16() if rank else None
+                up = (sample(n, rank) * 3).bfloat16() if rank else None
                 width = k + 3 * rank + (-(k + 3 * rank) % 16)
                 for dtype in (E4M3, torch.float16, torch.int8):
                     if dtype != E4M3 and (rank or (dtype == torch.int8 and "int4" not in text)):
@@ -95,16 +95,16 @@ def few_rows(device: str) -> Iterator[str]:
     shapes = ((17, 192), (40, 330)) if device == "cpu" else ((17, 192), (40, 330), (1024, 1024), (96, 14336))
     for i, text in enumerate(WEIGHT_ONLY):
         for n, k in shapes:
-            if not _mine():
+            if not mine():
                 continue
-            weight, bias = quantize(_random(n, k) * 0.05, QuantSpec.parse(text)), _random(n)
-            on_device = _to(weight, device)
+            weight, bias = quantize(sample(n, k) * 0.05, QuantSpec.parse(text)), sample(n)
+            there = on_device(weight, device)
             for m in (1, 7, 16) if device != "cpu" else ((1, 7, 16)[i % 3],):
                 for dtype in (torch.float16, torch.bfloat16) if device != "cpu" or k == 192 else (torch.float16,):
-                    x = _random(m, k).to(dtype)
+                    x = sample(m, k).to(dtype)
                     want = x.double() @ weight.dequantize().double().T + bias.double()
-                    y = gemv.weight_only(x.to(device), on_device, bias.to(device))
-                    y2 = gemv.weight_only(x.to(device), on_device, bias.to(device))
+                    y = gemv.weight_only(x.to(device), there, bias.to(device))
+                    y2 = gemv.weight_only(x.to(device), there, bias.to(device))
                     level = 8e-3 if (device == "cpu" and dtype == torch.bfloat16) else 3e-3
                     if not error(y, want) < level or not torch.equal(y, y2):
                         yield f"weight_only {text} {n}x{k} {m} rows {dtype}: {error(y, want):.2e}"
@@ -115,10 +115,10 @@ def one_row(device: str) -> Iterator[str]:
     shapes = ((9, 1024), (6, 592)) if device == "cpu" else ((9, 1024), (6, 592), (4096, 4096), (100, 14336))
     for i, text in enumerate((*FOUR, "uint4/group64", "uint4/group128", "int4/group256")):
         for j, (n, k) in enumerate(shapes):
-            if not _mine():
+            if not mine():
                 continue
             dtype, reverse = (torch.float16, torch.bfloat16)[(i + j) % 2], i % 2 == 0
-            weight, bias, x = quantize(_random(n, k) * 0.05, QuantSpec.parse(text)), _random(n), _random(1, k).to(dtype)
+            weight, bias, x = quantize(sample(n, k) * 0.05, QuantSpec.parse(text)), sample(n), sample(1, k).to(dtype)
             own = dict(gemv._habits())
             if device == "cpu":
                 gemv._habits().update(REVERSE=reverse)
@@ -126,14 +126,14 @@ def one_row(device: str) -> Iterator[str]:
             want = x.double() @ weight.dequantize().double().T + bias.double()
             lay, (codes, scale, _) = layout.layout_of(weight.spec), layout.parts(weight)
             known = gemv._one_row(x, codes, scale, lay, scale.shape[1])
-            y = gemv.weight_only(x.to(device), _to(weight, device), bias.to(device))
+            y = gemv.weight_only(x.to(device), on_device(weight, device), bias.to(device))
             gemv._habits().update(own)
             level = 8e-3 if device == "cpu" and dtype == torch.bfloat16 else 3e-3
             if (not known and text != "mxfp4") or not error(y, want) < level:
                 yield f"one row {text} {n}x{k} {dtype}: {known} {error(y, want):.2e}"
 
 
-def _to(weight, device: str):
+def on_device(weight, device: str):
     """A QTensor on another device."""
     parts = {n: getattr(weight, n) for n in ("codes", "scale", "global_scale", "zero_point")}
     return replace(weight, **{n: None if t is None else t.to(device) for n, t in parts.items()})
@@ -145,15 +145,15 @@ def products(device: str) -> Iterator[str]:
     for m, n, k in sizes:
         for dtype in (torch.int8, E4M3):
             for group, rows in ((0, 1), (64, 1), (128, 128)):
-                if not _mine():
+                if not mine():
                     continue
-                a, b = (_random(r, k, seed=r) * 40 for r in (m, n))
+                a, b = (sample(r, k, seed=r) * 40 for r in (m, n))
                 a, b = (
                     t.round().clamp(-127, 127).to(torch.int8) if dtype == torch.int8 else t.to(E4M3) for t in (a, b)
                 )
                 groups = -(-k // group) if group else 1
-                sa, sb, bias = _random(m, groups).abs(), _random(-(-n // rows), groups).abs(), _random(n)
-                low, up = ((None, None), (_random(m, 37).half(), _random(n, 37).half()))[group == 64 or m == 17]
+                sa, sb, bias = sample(m, groups).abs(), sample(-(-n // rows), groups).abs(), sample(n)
+                low, up = ((None, None), (sample(m, 37).half(), sample(n, 37).half()))[group == 64 or m == 17]
                 want = gemm._reference(a, b, sa, sb, bias, low, up, group, rows, torch.float32)
                 moved = [None if t is None else t.to(device) for t in (a, b, sa, sb, bias, low, up)]
                 y = gemm.gemm(*moved[:5], group, rows, torch.float32, *moved[5:])
@@ -170,19 +170,19 @@ def block_products(device: str) -> Iterator[str]:
     turns = itertools.count()
     for weights, grid in (("nvfp4", "nvfp4-token"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp8"))[not native :]:
         for m, n, k in shapes:
-            if not _mine():
+            if not mine():
                 continue
-            x, w = (quantize(_random(r, k), SPECS.get(s).spec) for r, s in ((m, grid), (n, weights)))
+            x, w = (quantize(sample(r, k), SPECS.get(s).spec) for r, s in ((m, grid), (n, weights)))
             lay, by_row = layout.layout_of(w.spec), weights == "nvfp4" and k > 64
             row = None if x.global_scale is None else x.global_scale.reshape(-1).to(device)
             unit = w.global_scale * torch.linspace(1, 2, n) if by_row else w.global_scale
-            low, up = ((None, None), (_random(m, 37).half(), _random(n, 37).half()))[next(turns) % 2]
-            moved = [None if t is None else t.to(device) for t in (w.codes, w.scale, unit, _random(n), low, up)]
+            low, up = ((None, None), (sample(m, 37).half(), sample(n, 37).half()))[next(turns) % 2]
+            moved = [None if t is None else t.to(device) for t in (w.codes, w.scale, unit, sample(n), low, up)]
             y = block_scaled.block_scaled(
                 x.codes.to(device), x.scale.to(device), row, *moved[:4], lay.kind, lay.group, torch.float32, *moved[4:]
             )
             want = x.dequantize().double() @ w.dequantize().double().T
-            want = (want * torch.linspace(1, 2, n) if by_row else want) + _random(n).double()
+            want = (want * torch.linspace(1, 2, n) if by_row else want) + sample(n).double()
             want = want if low is None else want + low.double() @ up.double().T
             if not error(y, want) < (1e-6 if device == "cpu" else 3e-3):
                 yield f"block_scaled {weights} {m}x{n}x{k}: {error(y, want):.2e}"
@@ -219,14 +219,14 @@ def teach_interpreter() -> None:
 
 def layer(weights: str, grid: str | None, n: int, k: int, extras: bool) -> QuantizedLinear:
     """A layer with a bias; `extras`: smoothing, rotation and a low-rank branch."""
-    smooth = Step("smooth", {"factor": _random(k).abs() + 0.5})
+    smooth = Step("smooth", {"factor": sample(k).abs() + 0.5})
     steps = [smooth, Step("rotate", params={"size": 16})] if k % 16 == 0 else [smooth]
     return QuantizedLinear.build(
-        quantize(_random(n, k) * 0.05, QuantSpec.parse(weights)),
+        quantize(sample(n, k) * 0.05, QuantSpec.parse(weights)),
         activations=None if grid is None else QuantSpec.parse(grid),
         steps=steps if extras else [],
-        side=((_random(8, k) * 0.1).bfloat16(), (_random(n, 8) * 0.1).bfloat16()) if extras else None,
-        bias=_random(n).bfloat16(),
+        side=((sample(8, k) * 0.1).bfloat16(), (sample(n, 8) * 0.1).bfloat16()) if extras else None,
+        bias=sample(n).bfloat16(),
         input_scale=torch.full((1, 1), 0.01) if grid is not None and grid.endswith("/tensor") else None,
     )
 
@@ -258,7 +258,7 @@ def backends(device: str) -> Iterator[str]:
     turns = [(i, pair, extras) for i, pair in enumerate(LAYERS) for extras in (False, True)]
     for _, (weights, grid), extras in (t for t in turns if device != "cpu" or t[0] % 2 == t[2]):
         for n, k in sizes:
-            if not _mine():
+            if not mine():
                 continue
             here = layer(weights, grid, n, k, extras)
             params, moved = here.params, layer(weights, grid, n, k, extras).to(device).params
@@ -269,7 +269,7 @@ def backends(device: str) -> Iterator[str]:
                 calls = calls if device != "cpu" else _interpreted(backend.name, extras, backend.name not in ran)
                 ran.add(backend.name)
                 for m, dtype in calls:
-                    x = _random(k, m).to(dtype).T
+                    x = sample(k, m).to(dtype).T
                     y = backend.run(x.to(device), moved)
                     level = LEVEL.get(backend.name, 4e-3)
                     few = backend.name == "expand-fp8" and m <= gemv.LIMIT
@@ -298,19 +298,19 @@ def residual_layers(device: str) -> Iterator[str]:
     for dual in (False, True):
         for name in ("expand-fp8", "expand-fp8-faithful", "expand-bf16", "block-scaled-mma"):
             blackwell = device == "cpu" or torch.cuda.get_device_capability() >= (10, 0)
-            if not _mine() or (name == "block-scaled-mma" and not blackwell):
+            if not mine() or (name == "block-scaled-mma" and not blackwell):
                 continue
             n, k, s, m = 48, 128, 32, 20 if name.startswith("expand") else 3
             grid = QuantSpec.parse("nvfp4-token@sweep" if dual and m == 3 else "nvfp4-token")
             here, moved = (
                 LinearParams(
-                    _to(quantize(_random(n, k + s * (1 + dual)) * 0.05, QuantSpec.parse("nvfp4")), where),
-                    grid, [], (_random(8, k) * 0.1).bfloat16().to(where),
-                    (_random(n, 8) * 0.1).bfloat16().to(where), _random(n).bfloat16().to(where), residual=s, dual=dual,
+                    on_device(quantize(sample(n, k + s * (1 + dual)) * 0.05, QuantSpec.parse("nvfp4")), where),
+                    grid, [], (sample(8, k) * 0.1).bfloat16().to(where),
+                    (sample(n, 8) * 0.1).bfloat16().to(where), sample(n).bfloat16().to(where), residual=s, dual=dual,
                 )
                 for where in ("cpu", device)
             )  # fmt: skip
-            x = _random(m, k).to(torch.float16)
+            x = sample(m, k).to(torch.float16)
             q = pre_quantized(
                 x, replace(here, activations=QuantSpec.parse("fp8_e4m3/token")) if name == "expand-fp8" else here
             )
@@ -329,13 +329,19 @@ def residual_layers(device: str) -> Iterator[str]:
 
 PARTS = (expansions, few_rows, one_row, products, block_products, backends, residual_layers)
 
-if __name__ == "__main__":
+
+def main(parts: tuple) -> int:
+    """Runs what the command line names; its exit status."""
     if sys.argv[1] == "cpu":
         teach_interpreter()
     _SHARE[:] = [int(i) for i in sys.argv[2:4]] or [0, 1]
     problems = 0
-    for problem in itertools.chain.from_iterable(part(sys.argv[1]) for part in PARTS):
+    for problem in itertools.chain.from_iterable(part(sys.argv[1]) for part in parts):
         print(problem, flush=True)
         problems += 1
     print("equal" if not problems else f"{problems} differences")
-    sys.exit(bool(problems))
+    return int(problems > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(PARTS))

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import gemm_cases
 
 from dq.kernels.activation import api
-from dq.kernels.gemm import expand, gemm, gemv
+from dq.kernels.gemm import expand, gemm, gemv, row8
 from dq.ops import BACKENDS
 from dq.qtensor import QTensor, fake_quantize, quantize
 from dq.rounding import gptq
@@ -86,6 +86,9 @@ def products() -> Iterator[Call]:
         low = (_random(m, 37).half(), _random(n, 37).half()) if m > 1 else (None, None)
         job = (a, b, *scales, bias, group, rows, torch.float32, *low)
         yield f"gemm {dtype} {m}x{n}x{k} group {group}", lambda j=job: gemm.gemm(*j)
+    for m, n, k in ((1, 33, 1100), (16, 70, 2056)):  # programs share a tile
+        job = ((_random(m, k) * 40).to(E4M3), (_random(n, k) * 40).to(E4M3), _random(m, 1).abs(), _random(n, 1).abs())
+        yield f"gemm split {m}x{n}x{k}", lambda j=job: gemm.gemm(*j, dtype=torch.float32)
 
 
 def few_rows() -> Iterator[Call]:
@@ -94,6 +97,16 @@ def few_rows() -> Iterator[Call]:
         weight, x = _weight(text, n, k), _random(m, k).bfloat16()
         job = (x, weight, _random(n))
         yield f"gemv {text} {m} rows {n}x{k}", lambda j=job: gemv.weight_only(*j)
+
+
+def one_row_of_fp8() -> Iterator[Call]:
+    """Floats rounded on the way, codes, and floats as they are; K that ends within a step, and within eight columns."""
+    for n, k in ((17, 37), (9, 592), (1, 16)):
+        weight, x, bias = _weight("fp8_e4m3/channel", n, k), _random(1, k).bfloat16(), _random(n)
+        job, codes, factor = (weight.codes, weight.scale, bias), x.to(E4M3), torch.ones(1, 1, device="cuda")
+        yield f"row8 rounding {n}x{k}", lambda x=x, j=job: row8.rounding(x, *j)
+        yield f"row8 codes {n}x{k}", lambda c=codes, f=factor, j=job: row8.of_codes(c, f, *j, torch.bfloat16)
+        yield f"row8 floats {n}x{k}", lambda x=x, j=job: row8.of_floats(x, *j, torch.float16)
 
 
 def expansions() -> Iterator[Call]:
@@ -125,7 +138,7 @@ def main(words: list[str]) -> int:
         return 0
     torch.manual_seed(0)
     count = 0
-    for part in (activation, rounding, products, few_rows, expansions, backends):
+    for part in (activation, rounding, products, few_rows, one_row_of_fp8, expansions, backends):
         for name, run in part():
             if words and not any(word in name for word in words):
                 continue

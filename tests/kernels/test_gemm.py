@@ -19,6 +19,7 @@ from dq.spec import QuantSpec
 from dq.transforms import Step
 
 CASES = Path(__file__).with_name("gemm_cases.py")
+SCRIPTS = (CASES, CASES.with_name("few_rows_cases.py"))
 _SPEC = importlib.util.spec_from_file_location("dq_tests_gemm_cases", CASES)
 gemm_cases = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(gemm_cases)
@@ -36,12 +37,12 @@ LAYERS = {
 }
 
 
-def _compare(shares: int, device: str, **environment: str) -> None:
-    """Runs the cases in processes of their own, with dq from this checkout."""
+def _compare(script: Path, shares: int, device: str, **environment: str) -> None:
+    """Runs cases in processes of their own, with dq from this checkout."""
     pytest.importorskip("triton", reason="triton is not installed")
     path = os.pathsep.join(filter(None, [str(CASES.parents[2]), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
-    commands = [[sys.executable, str(CASES), device, str(i), str(shares)] for i in range(shares)]
+    commands = [[sys.executable, str(script), device, str(i), str(shares)] for i in range(shares)]
     running = [
         subprocess.Popen(c, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands
     ]
@@ -49,14 +50,16 @@ def _compare(shares: int, device: str, **environment: str) -> None:
     assert not any(process.returncode for process in running), "\n".join(outputs)
 
 
-def test_equal_to_the_references_in_the_interpreter():
-    _compare(1, "cpu", TRITON_INTERPRET="1")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_equal_to_the_references_in_the_interpreter(script):
+    _compare(script, 1, "cpu", TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_equal_to_the_references_on_cuda():
-    _compare(min(12, os.cpu_count() or 1), "cuda", TRITON_INTERPRET="0")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_equal_to_the_references_on_cuda(script):
+    _compare(script, min(12, os.cpu_count() or 1), "cuda", TRITON_INTERPRET="0")
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -141,14 +144,16 @@ def _arguments() -> dict[str, tuple]:
         "expand": (codes, scale, unit, torch.randn(16, 4), lay.kind, lay.group, lay.rows, 64, 80, E4M3),
         "weight_only": (x, codes, scale, unit, None, lay.kind, lay.group, lay.rows),
         "gemm8": (a, b, torch.rand(3, 1), torch.rand(16, 1), None, None, None, 0, 1, torch.bfloat16),
+        "row8": (x[:1], None, b.float().to(E4M3), torch.rand(16), torch.rand(16), True, torch.bfloat16),
         "block_scaled": (*acts, nv.codes, nv.scale, nv.global_scale, None, None, None, "e2m1", 16, torch.bfloat16),
     }
 
 
-@pytest.mark.parametrize("name", ["expand", "weight_only", "gemm8", "block_scaled"])
+@pytest.mark.parametrize("name", ["expand", "weight_only", "gemm8", "row8", "block_scaled"])
 def test_operators_are_described_right(name):
     """Schemas and shapes without data agree with what runs."""
-    tests = ("test_schema", "test_faketensor") if name != "block_scaled" else ("test_faketensor",)  # it multiplies E4M3
+    # A check of schemas multiplies what it is given: not E4M3.
+    tests = ("test_schema", "test_faketensor") if name not in ("row8", "block_scaled") else ("test_faketensor",)
     torch.library.opcheck(getattr(torch.ops.dq, name).default, _arguments()[name], test_utils=tests)
 
 

@@ -130,7 +130,7 @@ def test_int8_product(generation, grouped):
 
     types |= dict(low_ptr="*bf16", up_ptr="*bf16")
     constants = dict(INTEGER=True, GROUPED=grouped, BLOCK=False, BIAS=True, EVEN=True, BM=128, BN=128, BK=64, BAND=8)
-    constants |= dict(LOW=False, dtype=tl.bfloat16)
+    constants |= dict(LOW=False, dtype=tl.bfloat16, SPLIT=False)
     found = _products(_ptx("gemm", "gemm_kernel", generation, types, constants, num_warps=8, num_stages=3))
     wanted = {90: ("wgmma.mma_async", "s32.s8.s8"), 100: ("", "8")}.get(generation, ("mma.sync", "s32.s8.s8.s32"))
     assert found and all(wanted[0] in name and wanted[1] in name for name in found), found
@@ -148,11 +148,61 @@ def test_fp8_block_product(generation):
 
     types |= dict(low_ptr="*bf16", up_ptr="*bf16")
     constants = dict(INTEGER=False, GROUPED=True, BLOCK=True, BIAS=True, EVEN=True, BM=64, BN=128, BK=128, BAND=8)
-    constants |= dict(LOW=False, dtype=tl.bfloat16)
+    constants |= dict(LOW=False, dtype=tl.bfloat16, SPLIT=False)
     found = _products(_ptx("gemm", "gemm_kernel", generation, types, constants, num_warps=8, num_stages=3))
     form = ("mma.sync", ".f32.e4m3.e4m3.f32")  # on sm_120 too: its block-scaled form is for scales of 32
     form = {90: ("wgmma.mma_async", ".f32.e4m3.e4m3"), 100: ("tcgen05.mma", "kind::f8f6f4")}.get(generation, form)
     assert len(found) == 1 and all(name.startswith(form[0]) and form[1] in name for name in found), found
+
+
+@pytest.mark.parametrize("generation", GENERATIONS[1:])
+def test_fp8_of_few_rows(generation, monkeypatch):
+    """As a layer 14336 -> 4096 launches it for 16 rows: several programs a tile, copies of 16 bytes behind products,
+    one atomic addition, partial sums past the L1."""
+    import torch
+
+    from dq.kernels.gemm import gemm
+
+    monkeypatch.setattr(gemm, "capability", lambda device: divmod(device.index, 10))
+    monkeypatch.setattr(gemm, "multiprocessors", lambda index: 132)
+    there = torch.device("cuda", generation)
+    constants, grid, each = gemm._plan(16, 4096, 14336, 0, 1, False, True, None, there)
+    assert grid == (64, 4) and each == 28 and constants["SPLIT"] and constants["EVEN"]
+    options = {name: constants[name] for name in ("num_warps", "num_stages")}
+    constants = {name: value for name, value in constants.items() if name not in options}
+    types = dict(a_ptr="*fp8e4nv", b_ptr="*fp8e4nv", sa_ptr="*fp32", sb_ptr="*fp32", bias_ptr="*bf16", out_ptr="*bf16")
+    types |= dict(low_ptr="*bf16", up_ptr="*bf16", partial_ptr="*fp32", counter_ptr="*i32", n="i32*16", k="i32*16")
+    text = _ptx("gemm", "gemm_kernel", generation, types, constants, **options)
+    assert len(_products(text)) == 1 and "cp.async.cg" in text and len(re.findall(r"\batom\.", text)) == 1
+    assert "ld.global.cg" in text and "acq_rel" in text
+
+
+@pytest.mark.parametrize("generation", GENERATIONS[1:])
+@pytest.mark.parametrize("given", ["rounding", "codes", "floats"])
+def test_one_row_of_fp8(generation, given):
+    """E4M3 becomes FP16 two at a time by the device's own conversion and nothing else; a lane loads eight columns at
+    once; only sums and a maximum pass between lanes, and W never through shared memory."""
+    from dq.kernels.library import reversed_lanes
+
+    rounds, codes = given == "rounding", given == "codes"
+    types = dict(
+        x_ptr="*u8" if codes else "*bf16", factor_ptr="*fp32", w_ptr="*u8", scale_ptr="*fp32", bias_ptr="*bf16"
+    )
+    types |= dict(out_ptr="*bf16", n="i32*16", k="i32*16", stride="i32*16")
+    rows, warps, steps = 8, 4, 2
+    constants = dict(
+        ROUND=rounds, FACTOR=codes, BIAS=True, NATIVE=True, HARDWARE=generation >= 90, EVEN=True, R=rows, C=32 * warps,
+        U=steps, REVERSE=reversed_lanes(),
+    )  # fmt: skip
+    text = _ptx("row8", "row8_kernel", generation, types, constants, num_warps=warps, num_stages=1)
+    assert not _products(text) and text.count("ld.global.v2.b32") == steps * (rows + codes)
+    own = codes or (rounds and generation >= 90)  # those of x
+    assert len(re.findall(r"cvt\.rn\.f16x2\.e4m3x2", text)) == steps * 4 * (rows + own)
+    to_e4m3 = len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", text))
+    assert to_e4m3 == (steps * 4 if rounds and generation >= 90 else 0)
+    assert text.count("shfl.sync") <= rows * 7 + 8 * rounds and text.count("st.shared") <= 2 * rows
+    loop = text[text.index("ld.global.v2.b32") : text.rindex("cvt.rn.f16x2.e4m3x2")]
+    assert not re.search(r"\.shared|shfl|bar\.sync", loop)
 
 
 SHARED = {100: 227 * 1024, 120: 99 * 1024}  # bytes of shared memory that a program can have

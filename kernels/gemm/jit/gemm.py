@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from dq.kernels.gemm.jit.split import merged
+
 
 @triton.jit
 def _tile(n, m, BM: tl.constexpr, BN: tl.constexpr, BAND: tl.constexpr):
@@ -30,13 +32,14 @@ def _low_rank(result, low_ptr, up_ptr, row, column, m, n, rank, dtype: tl.conste
     return result
 
 
-@triton.jit(do_not_specialize=["m", "rank"])
+@triton.jit(do_not_specialize=["m", "rank", "each", "split"])
 def gemm_kernel(
-    a_ptr, b_ptr, sa_ptr, sb_ptr, bias_ptr, low_ptr, up_ptr, out_ptr,
-    m, n, k, groups, rows_per_scale, rank,
+    a_ptr, b_ptr, sa_ptr, sb_ptr, bias_ptr, low_ptr, up_ptr, out_ptr, partial_ptr, counter_ptr,
+    m, n, k, groups, rows_per_scale, rank, each, split,
     LOW: tl.constexpr, dtype: tl.constexpr,
     INTEGER: tl.constexpr, GROUPED: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """out[m, n] = sum_g sa[m, g] sb[n, g] sum_{k in g} a[m, k] b[n, k] + sum_r low[m, r] up[n, r] + bias[n], one
     BM x BN tile a program; rounded once.
@@ -48,6 +51,8 @@ def gemm_kernel(
         GROUPED: a scale per BK columns, applied to each partial sum; else once at the end.
         BLOCK: the BN columns of a tile share their scale: rows_per_scale is a multiple of BN (with GROUPED).
         EVEN: K is a multiple of BK.
+        SPLIT: `split` programs share a tile, `each` steps of BK columns for every one of them; not of integers, nor
+            GROUPED. partial_ptr, counter_ptr: float32 [split, M, N] and int32 zeros [programs(0)].
     """
     tile_m, tile_n = _tile(n, m, BM, BN, BAND)
     row = tile_m * BM + tl.arange(0, BM)
@@ -59,7 +64,14 @@ def gemm_kernel(
     sb_at = sb_ptr + (column % n).to(tl.int64) // rows_per_scale * groups
     SUM: tl.constexpr = tl.int32 if INTEGER else tl.float32
     total = tl.zeros((BM, BN), tl.float32 if GROUPED else SUM)
-    for step in range(tl.cdiv(k, BK)):
+    steps = tl.cdiv(k, BK)
+    first = 0
+    if SPLIT:
+        first = tl.program_id(1) * each
+        steps = tl.minimum(steps, first + each)
+        a_at += first * BK
+        b_at += first * BK
+    for step in range(first, steps):
         if GROUPED:  # ahead of the product, which hides how long they take
             sa = tl.load(sa_at + step)
             sb = tl.load(sb_ptr + tile_n * BN // rows_per_scale * groups + step) if BLOCK else tl.load(sb_at + step)
@@ -76,13 +88,17 @@ def gemm_kernel(
             total = tl.dot(a, b, total, out_dtype=SUM)
         a_at += BK
         b_at += BK
-    result = total.to(tl.float32)
-    if not GROUPED:
-        result = result * (tl.load(sa_at)[:, None] * tl.load(sb_at)[None, :])
-    if LOW:
-        result = _low_rank(result, low_ptr, up_ptr, row, column, m, n, rank, dtype)
     inside = (row < m)[:, None] & (column < n)[None, :]
-    if BIAS:
-        result += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
-    at = out_ptr + row.to(tl.int64)[:, None] * n + column[None, :]
-    tl.store(at, result.to(out_ptr.dtype.element_ty), mask=inside)
+    at = row.to(tl.int64)[:, None] * n + column[None, :]
+    last = True
+    if SPLIT:
+        total, last = merged(total, partial_ptr, counter_ptr, at, inside, tl.full((), 1, tl.int64) * m * n, split)
+    if last:
+        result = total.to(tl.float32)
+        if not GROUPED:
+            result = result * (tl.load(sa_at)[:, None] * tl.load(sb_at)[None, :])
+        if LOW:
+            result = _low_rank(result, low_ptr, up_ptr, row, column, m, n, rank, dtype)
+        if BIAS:
+            result += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
+        tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=inside)

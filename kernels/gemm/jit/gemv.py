@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dq.kernels.gemm.jit.decode import E2M1, E4M3, INT4, SMALL_FLOAT, byte_value, nibble, scale_value
+from dq.kernels.gemm.jit.split import merged
 
 # Four bytes (operand 2) to two pairs of 16-bit lanes. Low and high nibbles apart: a block with four results would be
 # computed once for each product that takes two of them.
@@ -215,25 +216,6 @@ def _step(
 
 
 @triton.jit
-def _merged(total, partial_ptr, counter_ptr, n, m, row, token, split):
-    """(sum over all programs of this tile, whether this one came last). They add up in the order of their numbers, so
-    bits do not depend on which came last; the counter is left at 0 for the next launch."""
-    tile, mine = tl.program_id(0), tl.program_id(1)
-    at = partial_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
-    inside = (row < n)[:, None] & (token < m)[None, :]
-    size = tl.full((), 1, tl.int64) * m * n  # 64 bits, whatever m and n are
-    tl.store(at + mine * size, total, mask=inside)
-    tl.debug_barrier()
-    last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == split - 1
-    if last:
-        total = tl.zeros_like(total)
-        for i in range(split):
-            total += tl.load(at + i * size, mask=inside, other=0.0, cache_modifier=".cg")
-        tl.store(counter_ptr + tile, 0)
-    return total, last
-
-
-@triton.jit
 def of_row(
     scale_at, unit_ptr, bias_ptr, safe,
     SCALE: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr, FOLD: tl.constexpr, BIAS: tl.constexpr,
@@ -293,14 +275,16 @@ def gemv_kernel(
             x_at += SIZE
             w_at += BYTES
     total = tl.sum(total, axis=0)
+    at = token.to(tl.int64)[None, :] * n + row[:, None]
+    inside = (row < n)[:, None] & (token < m)[None, :]
     last = True
     if SPLIT:
-        total, last = _merged(total, partial_ptr, counter_ptr, n, m, row, token, split)
+        size = tl.full((), 1, tl.int64) * m * n  # 64 bits, whatever m and n are
+        total, last = merged(total, partial_ptr, counter_ptr, at, inside, size, split)
     if last:
         factor, bias = of_row(
             scale_ptr + safe // rows_per_scale * groups, unit_ptr, bias_ptr, safe,
             SCALE, INSIDE == 0 and not PER_STEP, UNIT, FOLD, BIAS,
         )  # fmt: skip
         total = total * factor[:, None] + bias[:, None]
-        at = out_ptr + token[None, :] * n + row[:, None]
-        tl.store(at, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & (token < m)[None, :])
+        tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
