@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from dq import commands, commands_bench, commands_chat, commands_correct, commands_export
-from dq.options import add_machine, add_text
+from dq.options import add_machine, add_sequential, add_text
 from dq.registry import DQError
 from dq.version import VERSION
 
@@ -62,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--prompts", help="calibration prompts, one per line")
     _add_records(p)
     add_text(p, "that calibrates a language model", samples=True)
+    add_sequential(p)
     p.add_argument("--resume", help="folder for finished blocks: the same command continues after an interruption")
     _add_call(p)
     p.set_defaults(run=commands.quantize)
@@ -170,7 +171,7 @@ def _add_bench_llm(kinds) -> argparse.ArgumentParser:
     t.add_argument("--length", type=int, default=512, help="tokens of a window (default 512)")
     t.add_argument("--stride", type=int, help="tokens between windows; fewer than --length: they overlap")
     t.add_argument("--samples", type=int, default=32, help="windows that calibrate (default 32)")
-    t.add_argument("--sequential", action="store_true", help="calibrate blocks on what quantized ones before them give")
+    add_sequential(t)
     t.add_argument("--seed", type=int, default=0)
     t.add_argument(
         "--kernels", action="store_true", help="run recipes in BF16 by this machine's kernels, on their grids"

@@ -104,7 +104,8 @@ def quantize(args: argparse.Namespace) -> None:
     if calibration is not None and args.text is None and not is_pipeline(obj):
         raise DQError(_no_records(recipe, type(obj).__name__))
     _print_plan(obj, recipe, args)
-    report = run(obj, recipe, calibration=calibration, components=args.components, skip=args.skip, resume=args.resume)
+    more = {"components": args.components, "skip": args.skip, "resume": args.resume, "sequential": args.sequential}
+    report = run(obj, recipe, calibration=calibration, **more)
     print(report)
     with one_line(f"cannot save to {args.out}"):
         obj.save_pretrained(args.out)

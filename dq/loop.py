@@ -24,6 +24,7 @@ from dq.records import Record, outputs, relative_error
 from dq.registry import DQError
 from dq.replay import Replay, call, call_order, device_of
 from dq.resume import ResumeFolder
+from dq.sequential import count, stages
 from dq.stats import Stat
 from dq.steps import watch
 
@@ -80,7 +81,8 @@ def quantize_model(
         records: calibration calls of the model; may be empty for data-free recipes.
         device: where the arithmetic of transforms and rounding runs; default: where each weight is.
         resume: folder in which finished blocks are kept; a second call with the same folder continues there.
-        prefix: `fp`: block inputs come from the 16-bit model; `quantized`: from the already quantized prefix.
+        prefix: `fp`: block inputs come from the 16-bit model; `quantized`: from the already quantized prefix;
+            `linears`: those of every linear too, see dq.sequential.
         calibration: JSON-clean description of the records, kept in the artifact.
 
     Raises:
@@ -92,8 +94,8 @@ def quantize_model(
             f"recipe {plan.recipe.name!r} needs calibration and got no records; pass calibration=dq.Prompts([...]) "
             "(or take a data-free recipe: fp8, int8, w4a16, w4a4-int4, w4a4-int4-convrot, w4a4-nvfp4)"
         )
-    if prefix not in ("fp", "quantized"):
-        raise DQError(f"prefix must be 'fp' or 'quantized', got {prefix!r}")
+    if prefix not in ("fp", "quantized", "linears"):
+        raise DQError(f"prefix must be 'fp', 'quantized' or 'linears', got {prefix!r}")
     start, before = time.perf_counter(), model_bytes(model)
     check_weights(model, plan)
     loop = _Loop(model, plan, list(records), device, prefix, calibration or {}, resume)
@@ -151,12 +153,17 @@ class _Loop:
 
     @property
     def _runs(self) -> int:
-        return len(self.records) * (len(self.replay.order) + self.observe)
+        return len(self.records) * (sum(map(self._passes, self.replay.order)) + self.observe)
+
+    def _passes(self, block: str) -> int:
+        """Runs of a block that gather statistics."""
+        return count([r for r in self.plan.quantized if r.block == block]) if self.prefix == "linears" else 1
 
     @property
     def _survey_steps(self) -> int:
         """The same for `choose`."""
-        return len(undecided(self.plan)) * (1 + self.auto.rounds * len(self._scored())) + self._runs
+        passes = len(self.records) * (len(self.replay.order) + self.observe)
+        return len(undecided(self.plan)) * (1 + self.auto.rounds * len(self._scored())) + passes
 
     def _scored(self) -> list[int]:
         """Records on which the model's output is compared: of those held out, of all where there are few."""
@@ -246,17 +253,19 @@ class _Loop:
         """Collects the block's statistics and quantizes its rows."""
         rows = [r for r in self.plan.quantized if r.block == block]
         done, notes = (self.folder.load(block) if self.folder else None) or (None, {})
-        stats, held = self.whole, None
+        stats, held, parts = self.whole, None, [rows]
         replayed = self.replay.order and block and self.records
         if replayed:
+            if self.prefix == "linears" and rows and done is None:
+                parts = stages(self.model, rows, lambda: self._step(block, 0, False))
             # A quantized prefix hands on what the finished block gives, further down; keeping the 16-bit output too
             # would overwrite the very inputs that the second run replays.
             keep = self.prefix == "fp"
             count = self.learn.records if self.learn and done is None else 0
             with captured(self.model.get_submodule(block), count, len(self.records)) as held:
-                stats = self._collect(() if done is not None else rows, lambda i: self._step(block, i, keep))
+                stats = self._collect(() if done is not None else parts[0], lambda i: self._step(block, i, keep))
         if done is None:
-            done, notes = self._quantize(rows, block, stats, held)
+            done, notes = self._quantize(parts, block, stats, held)
             if self.folder:
                 self.folder.save(block, done, notes)
         else:
@@ -264,31 +273,43 @@ class _Loop:
             for row in rows:
                 self._verified(row)
                 self.tick(1)
+            self.tick(len(self.records) * (self._passes(block) - 1) if replayed else 0)
         self.thin |= notes["thin"]
         self.remarks += notes["remarks"]
         self.done |= {name: layer.to("cpu") for name, layer in done.items()}
-        if replayed and self.prefix == "quantized":
+        if replayed and self.prefix != "fp":
             originals = self._swap(done)
             for i in range(len(self.records)):
                 self._step(block, i)
             self._swap(originals)
 
     def _quantize(
-        self, rows: list[PlanRow], block: str, stats: dict[str, Stat], held: Any
+        self, parts: list[list[PlanRow]], block: str, stats: dict[str, Stat], held: Any
     ) -> tuple[dict[str, QuantizedLinear], dict[str, Any]]:
-        """Finished layers of one block, and what the report says about them (JSON-clean)."""
+        """Finished layers of one block, and what the report says about them (JSON-clean). `stats` are of the first
+        part; the others are calibrated behind those before them."""
         done, few, remarks = {}, {}, []
-        for row in rows:
-            for part in self._verified(row):
-                done |= quantize_row(self.model, part, stats, self.device)
-                few |= thin(part, stats)
-            self.tick(1)
+        for i, rows in enumerate(parts):
+            stats = stats | self._behind(done, block, rows) if i else stats
+            for row in rows:
+                for part in self._verified(row):
+                    done |= quantize_row(self.model, part, stats, self.device)
+                    few |= thin(part, stats)
+                self.tick(1)
         if held and done:
             inputs = [i for r in self.rows for i in r.inputs if i[0] in stats]
             samples = {m: stats[i[0]].held_rows[:128] for i in inputs for m in i}
             remarks.append(learn_block(self.model, block, done, held, self.learn.settings, samples))
         split = {m: first for m, first in self.collector.split.items() if m in done}
         return done, {"split": split, "thin": few, "remarks": remarks}
+
+    def _behind(self, done: dict[str, QuantizedLinear], block: str, rows: list[PlanRow]) -> dict[str, Stat]:
+        """Statistics of rows of a block, its finished layers in place."""
+        originals = self._swap(done)
+        try:
+            return self._collect(rows, lambda i: self._step(block, i, False))
+        finally:
+            self._swap(originals)
 
     def _swap(self, layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
         """Puts layers into the model, on the device and in the mode of those they replace; returns the latter."""

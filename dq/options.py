@@ -19,3 +19,9 @@ def add_text(
     p.add_argument("--length", type=int, help=f"tokens of a window of the text (default {length})")
     if samples:
         p.add_argument("--samples", type=int, help="windows of the text (default 128)")
+
+
+def add_sequential(p: argparse.ArgumentParser) -> None:
+    """`--sequential`: what calibrates a block, and a linear."""
+    said = "calibrate blocks on what quantized ones before them give; with `linears` every group of linears too"
+    p.add_argument("--sequential", nargs="?", const=True, default=False, choices=["linears"], help=said)

@@ -7,7 +7,7 @@ nothing has to be known about the signature of a block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -41,16 +41,22 @@ def call(module: nn.Module, args: tuple, kwargs: dict, device: torch.device) -> 
         return module(*map_tensors(args, copy), **map_tensors(kwargs, copy))
 
 
-def call_order(model: nn.Module, blocks: list[str], record: Record) -> list[str]:
-    """The blocks in the order in which one forward of record 0 calls them; [] if one is called twice or never."""
+def called(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> list[str]:
+    """The modules that `run` calls, in their order, as often as it calls them."""
     order: list[str] = []
-    handles = [model.get_submodule(b).register_forward_pre_hook(lambda m, a, _b=b: order.append(_b)) for b in blocks]
+    handles = [model.get_submodule(n).register_forward_pre_hook(lambda m, a, _n=n: order.append(_n)) for n in names]
     try:
         with running(0, model):
-            call(model, record.args, record.kwargs, device_of(model))
+            run()
     finally:
         for h in handles:
             h.remove()
+    return order
+
+
+def call_order(model: nn.Module, blocks: list[str], record: Record) -> list[str]:
+    """The blocks in the order in which one forward of record 0 calls them; [] if one is called twice or never."""
+    order = called(model, blocks, lambda: call(model, record.args, record.kwargs, device_of(model)))
     return order if sorted(order) == sorted(blocks) else []
 
 

@@ -43,7 +43,7 @@ class Settings:
         samples: windows that calibrate.
         off_lattice: judge the copy that `llm.scramble` makes.
         min_features: a linear with a smaller side stays in 16 bits, and is not counted; None is the family's own bound.
-        sequential: calibrate every block on what the quantized ones before it give.
+        sequential: as `dq.quantize` takes it.
         kernels: recipes run in BF16 by the kernels that this machine chooses, on the grids that these have; the 16-bit
             model, calibration, caches and other libraries stay as they are.
     """
@@ -60,7 +60,7 @@ class Settings:
     dtype: str = "fp32"
     device: str | None = None
     min_features: int | None = None
-    sequential: bool = False
+    sequential: bool | str = False
     kernels: bool = False
 
     def keys(self, recipes: Mapping[str, Recipe | None], device: torch.device) -> dict[str, str]:
@@ -153,7 +153,7 @@ class Table:
             model,
             recipe,
             calibration=self.text if recipe.needs_calibration else None,
-            sequential=s.sequential and recipe.needs_calibration,
+            sequential=s.sequential if recipe.needs_calibration else False,
             activations="auto" if s.kernels else "faithful",  # the recipe's own grid, of every figure of accuracy
             progress=False,
         )

@@ -114,7 +114,7 @@ def quantize(
     device: Any = None,
     resume: str | None = None,
     activations: str | None = None,
-    sequential: bool = False,
+    sequential: bool | str = False,
     progress: bool | Callable[..., Any] = True,
 ) -> QuantizeReport:
     """Quantizes a pipeline's denoisers, or a model, in place.
@@ -129,7 +129,9 @@ def quantize(
         device: where transforms and rounding are computed; default: where the weights are.
         resume: folder for finished blocks; calling again with it continues after an interruption, with the same bits.
         activations: `faithful` or `native` activation grid at run time; default: native on a GPU, faithful on a CPU.
-        sequential: calibrate every block on what the quantized blocks before it give, not the 16-bit ones.
+        sequential: True to calibrate every block on what the quantized blocks before it give, not the 16-bit ones;
+            `linears` to do so linear by linear within a block too (GPTQ's true-sequential; runs each block once more
+            for every group of linears).
         progress: False for no bars, or a callable with tqdm's signature.
 
     Raises:
@@ -140,7 +142,7 @@ def quantize(
     if activations is not None and activations not in MODES:
         raise DQError(f"unknown activations mode {activations!r}{suggest(str(activations), MODES)}")
     typed(resume, (str, Path, type(None)), "resume is the path of a folder")
-    prefix = "quantized" if typed(sequential, bool, "sequential is True or False") else "fp"
+    prefix = _prefix(sequential)
     originals = {name: open_experts(model) for name, model in models.items()}
     try:
         plans = _checked_plans(models, recipes, skip, calibration)
@@ -150,7 +152,7 @@ def quantize(
         for name, model in models.items():
             found, described = records.get(name, ([], {}))
             folder = f"{resume}/{name}" if resume and name else resume
-            described = described | ({"sequential": True} if sequential and found else {})
+            described = described | ({"sequential": sequential} if sequential and found else {})
             with _closes_if_rewritten(model, plans[name]):
                 if plans[name].recipe.rewrites:
                     plans[name] = _rewritten(model, plans[name], found, skip, bar)
@@ -165,6 +167,13 @@ def quantize(
         for name, model in models.items():
             settle(model, originals[name])
     return replace(_merge(reports), seconds=time.perf_counter() - start)
+
+
+def _prefix(sequential: bool | str) -> str:
+    """What calibrates a linear, as `quantize_model` calls it."""
+    if sequential not in (True, False, "linears"):
+        raise DQError(f"sequential is True, False or 'linears', got {sequential!r}")
+    return {True: "quantized", False: "fp"}.get(sequential, "linears")
 
 
 def _checked_plans(

@@ -25,7 +25,7 @@ ROWS = (
     ("conv",),
     ("kernels", "planning"),
     ("checkpoint", "resume", "group", "folding", "fusing"),
-    ("auto", "reconstruct", "collect"),
+    ("auto", "reconstruct", "collect", "sequential"),
     ("loop",),
     ("eval", "pipelines"),
     ("showcase", "showcase_text", "showcase_speed"),

@@ -122,6 +122,26 @@ def test_prefix(prefix, keep_outputs, inputs_used):
     assert torch.equal(inputs_used["last"], full["last"]), "outside all blocks the 16-bit model is what there is"
 
 
+@pytest.mark.parametrize("case", ["chain", "flux"])
+def test_every_linear_behind_the_quantized_ones(case, tiny, inputs_used):
+    """`linears`: each is calibrated on exactly what the finished model feeds it, within a block too."""
+    if case == "chain":
+        model, records, mine = Chain(), chain_records(), recipe()
+    else:
+        model, records = tiny.flux(), [Record((), tiny.flux_inputs(batch=2, seed=s), step=s) for s in (0, 1)]
+        mine = tiny.recipe("w4a4-int4")
+    steps = []
+    bar = lambda *a, **k: steps.append(tqdm(*a, **k, file=io.StringIO())) or steps[-1]  # noqa: E731
+    plan = make_plan(model, mine)
+    quantize_model(model, plan, records, prefix="linears", progress=bar)
+    names = [i[0] for r in plan.quantized for i in r.inputs if r.block]
+    low = inputs_of(model, names, records)
+    assert len(names) > 5 and set(names) <= set(inputs_used)
+    for name in names:
+        assert torch.equal(inputs_used[name], low[name].float()), name
+    assert steps[0].n == steps[0].total
+
+
 def test_prefix_of_flux(tiny, inputs_used):
     """On a real architecture: the first block is fed alike, later ones are not, and the spread stays small."""
     records = [Record((), tiny.flux_inputs(batch=2))]
@@ -259,7 +279,7 @@ def test_calibration_is_asked_for(tiny):
 
 
 def test_prefix_word():
-    with pytest.raises(DQError, match="prefix must be 'fp' or 'quantized', got 'half'"):
+    with pytest.raises(DQError, match="prefix must be 'fp', 'quantized' or 'linears', got 'half'"):
         run(Chain(), recipe(), prefix="half")
 
 
@@ -293,7 +313,7 @@ def test_failure_in_the_last_block_leaves_the_model_alone(monkeypatch):
         return original(model, row, stats, device)
 
     monkeypatch.setattr(dq.loop, "quantize_row", fails)
-    for prefix in ("fp", "quantized"):
+    for prefix in ("fp", "quantized", "linears"):
         with pytest.raises(MemoryError):
             run(model, recipe(), chain_records(), prefix=prefix)
         assert same_state(state(model), before) and not quantized_linears(model)

@@ -5,11 +5,11 @@ import ast
 FILE_LINES = 400
 FUNCTION_LINES = 30
 SHORT_FUNCTIONS = 0.90
-CORE_LINES = 3550  # about 3,000 is the aim; the exact number only has to be noticed
+CORE_LINES = 3570  # about 3,000 is the aim; the exact number only has to be noticed
 # Folders that grow by one file per method, format or rule: each file stands for itself.
 DISCOVERED = ("dq/formats/", "dq/packing/", "dq/rewrites/", "dq/rounding/", "dq/scales/", "dq/transforms/")
 # Methods that work on finished plans or layers, beside the core and used by nothing below the loop.
-METHODS = ("dq/auto.py", "dq/folding.py", "dq/fusing.py", "dq/reconstruct.py")
+METHODS = ("dq/auto.py", "dq/folding.py", "dq/fusing.py", "dq/reconstruct.py", "dq/sequential.py")
 # What stands around numbers and algorithms: the command line, and the checks of what callers hand in.
 COMMAND_LINE = (
     *("dq/cli.py", "dq/commands.py", "dq/commands_text.py", "dq/commands_export.py", "dq/commands_chat.py"),

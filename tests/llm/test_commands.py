@@ -30,10 +30,12 @@ def test_quantize_and_eval(dq_, folder, texts, tmp_path):
     out, numbers = tmp_path / "q", tmp_path / "n.json"
     status, said, err = dq_(
         "quantize", folder, "w4a16-gptq", "--text", texts / "calib.txt", "--samples", 4, "--length", 32,
-        "--min-features", 16, "--out", out, "--device", "cpu",
+        "--min-features", 16, "--out", out, "--device", "cpu", "--sequential", "linears",
     )  # fmt: skip
     assert status == 0, err
     assert "saved to" in said and "tokenizer" in said
+    kept = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert kept["calibration"]["sequential"] == "linears"
     assert "calibrated on 4 windows of 32 tokens" in dq_("inspect", out)[1]
     status, said, err = dq_(
         "eval", out, "--reference", folder, "--text", texts / "score.txt", "--length", 32, "--stride", 16,

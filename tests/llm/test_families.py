@@ -123,12 +123,20 @@ def test_other_layers_without_tokens_are_still_refused(tiny):
 
 
 def test_sequential_calibration(llm, tiny):
-    """Blocks see what quantized blocks give: other weights after the first block, and the artifact says so."""
+    """Blocks see what quantized blocks give: other weights after the first block; `linears`: after the first linear,
+    and nearer to the 16-bit model; and the artifact says so."""
     text = dq.Text(llm.text, llm.tokenizer(), samples=4, length=32)
-    plain, sequential = llm.decoder(), llm.decoder()
-    dq.quantize(plain, tiny.recipe("w4a16-gptq"), calibration=text, progress=False)
-    dq.quantize(sequential, tiny.recipe("w4a16-gptq"), calibration=text, sequential=True, progress=False)
-    same = [torch.equal(a.mlp.down_proj.qweight, b.mlp.down_proj.qweight)
-            for a, b in zip(plain.model.layers, sequential.model.layers, strict=True)]  # fmt: skip
-    assert same == [True, False]
-    assert sequential.dq_artifact["calibration"]["sequential"] and "sequential" not in plain.dq_artifact["calibration"]
+    made = {}
+    for way in (False, True, "linears"):
+        made[way] = llm.decoder()
+        dq.quantize(made[way], tiny.recipe("w4a16-gptq"), calibration=text, sequential=way, progress=False)
+        assert made[way].dq_artifact["calibration"].get("sequential", False) == way
+
+    def same(a, b, leaf):
+        pairs = zip(made[a].model.layers, made[b].model.layers, strict=True)
+        return [torch.equal(x.get_submodule(leaf).qweight, y.get_submodule(leaf).qweight) for x, y in pairs]
+
+    assert same(False, True, "mlp.down_proj") == [True, False] == same(True, "linears", "self_attn.q_proj")
+    assert same(True, "linears", "mlp.down_proj") == [False, False]
+    with pytest.raises(dq.DQError, match="sequential is True, False or 'linears', got 'linear'"):
+        dq.quantize(llm.decoder(), "int8", sequential="linear")
