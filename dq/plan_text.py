@@ -1,13 +1,15 @@
-"""How a plan prints: one line per kind of group, sizes in suitable units."""
+"""How a plan prints: one line per kind of group, sizes in suitable units; and what it remarks on rules."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from dq.recipe import Target
+from dq.family import matches
+from dq.recipe import Recipe, Target
 from dq.rewrites import REWRITES
 
 if TYPE_CHECKING:
@@ -69,3 +71,16 @@ def size_text(n: float) -> str:
             return f"{n:.3g} {unit}"
         n /= 1000
     return f"{n:.3g} GB"
+
+
+def idle_rules(recipe: Recipe, linears: Iterable[str], tied: Mapping[str, str]) -> list[str]:
+    """What rules of the recipe do not do here."""
+    found = []
+    for rule in recipe.rules:
+        mine = [n for n in linears if matches(n, rule.match)]
+        if not mine:
+            found.append(f"recipe rule {rule.match!r} matches no linear here")
+        elif rule.target is not None and all(f"{n}.weight" in tied for n in mine):
+            other = tied[f"{mine[0]}.weight"].removesuffix(".weight")
+            found.append(f"recipe rule {rule.match!r}: {mine[0]} stays in 16 bits, for it is tied to {other}")
+    return found

@@ -13,7 +13,7 @@ from torch import nn
 from dq.conv import size
 from dq.family import Family, find_family, matches
 from dq.linear import LinearConfig, QuantizedLinear
-from dq.plan_text import plan_lines, size_text
+from dq.plan_text import idle_rules, plan_lines, size_text
 from dq.recipe import Recipe, Target
 from dq.registry import DQError, suggest, typed
 from dq.transforms import TRANSFORMS, Planned
@@ -207,9 +207,7 @@ def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) 
     rows = _rows(linears, targets, family)
     other = model_bytes(model) - sum(2 * m.weight.numel() for m in linears.values())
     others += _choices(rows, recipe) + _cut_down(rows)
-    unused = [r.match for r in recipe.rules if not any(matches(n, r.match) for n in linears)]
-    remarks = tuple(f"recipe rule {pattern!r} matches no linear here" for pattern in unused)
-    return Plan(name, recipe, family, rows, other, (*others, *remarks))
+    return Plan(name, recipe, family, rows, other, (*others, *idle_rules(recipe, linears, tied)))
 
 
 def _cut_down(rows: Sequence[PlanRow]) -> list[str]:

@@ -1,5 +1,7 @@
 """Decoder families: groups that really share inputs, what stays in 16 bits, ties, save and load, folding."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -36,6 +38,19 @@ def test_groups_and_blocks(llm, tiny, kind):
     kept = {m: r.reason for r in plan.rows if r.target is None for m in r.members}
     tied = model.config.tie_word_embeddings
     assert kept == {"lm_head": "tied to model.embed_tokens" if tied else "output projection"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rule_for_the_head(llm, tiny, tied):
+    """The head is quantized where a rule says so; a tied one is the embedding, stays, and that is said."""
+    model = llm.decoder(tie_word_embeddings=tied)
+    rule = {"match": "lm_head", "weights": "int8/channel"}
+    recipe = dq.Recipe.from_dict(tiny.recipe("int8").to_dict() | {"rules": [rule]})
+    said = r"recipe rule 'lm_head': lm_head stays in 16 bits, for it is tied to model\.embed_tokens"
+    with pytest.warns(UserWarning, match=said) if tied else nullcontext():
+        dq.quantize(model, recipe, progress=False)
+    assert isinstance(model.lm_head, dq.QuantizedLinear) != tied
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
 @every_kind
