@@ -150,7 +150,10 @@ def _add_bench(sub) -> None:
     r.add_argument("--engines", nargs="+", help='e.g. fp8 w4a4-nvfp4 "w4a16 g64"; default: all')
     r.add_argument("--divide", type=int, default=1, help="every size by this, for a quick look or a CPU (default 1)")
     r.add_argument("--repeat", type=int, default=20, help="timed replays, the median counts (default 20)")
-    r.add_argument("--no-peers", action="store_true", help="without torchao and gemlite, which tune for every shape")
+    r.add_argument(
+        "--peers", nargs="*", metavar="NAME", help="of torchao and gemlite, which tune for every shape (default: both "
+        "where installed; without a name: none)",
+    )  # fmt: skip
     r.set_defaults(run=commands.bench_kernels)
     t, g = _add_bench_llm(kinds), _add_bench_generation(kinds)
     for one in (p, q, r, t, g, *commands_bench.add(kinds)):

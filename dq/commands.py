@@ -366,7 +366,8 @@ def bench_kernels(args: argparse.Namespace) -> None:
         shown = len(result["rows"])
         _write_json(result, args.json)
 
-    kernels.measure(models, args.engines, checks.device(args.device), args.repeat, args.divide, say, not args.no_peers)
+    peers = kernels.PEERS if args.peers is None else args.peers
+    kernels.measure(models, args.engines, checks.device(args.device), args.repeat, args.divide, say, tuple(peers))
 
 
 def _write_json(result: dict[str, Any], path: str | None) -> None:

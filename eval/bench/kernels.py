@@ -6,20 +6,23 @@
     layer   the same against the 16-bit layer's own float64 result
 
 Rates (8192^3 products) and bandwidth are measured in the same run. On CUDA an engine runs from a captured graph over
-several copies of its weights, more than an L2 holds, so neither launches nor warm caches count. Times of dq and torchao
-include the quantization of activations; "alone" marks products that do not.
+several copies of its weights, more than an L2 holds, so neither launches nor warm caches count. The graphs of a shape
+are replayed in turns, in another order every round, so that a chip that grows hot slows all of them. Times of dq and
+torchao include the quantization of activations; "alone" marks products that do not.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dq.eval.bench.others import others, peers
+from dq.eval.bench.others import PEERS, others, peers
 from dq.eval.bench.speed import copy_bandwidth, timed
 from dq.eval.environment import describe
 from dq.linear import QuantizedLinear
@@ -64,29 +67,45 @@ SPREAD = 1 << 28  # bytes of weights that repeated calls go through
 Call = Callable[[], Tensor]
 
 
-def graph_time(calls: Sequence[Call], device: torch.device, repeat: int) -> float:
-    """Median seconds of one call; on CUDA from a graph of all of them, replayed."""
+def _replay(calls: Sequence[Call], device: torch.device, pool: Any) -> tuple[Callable[[], Any], int]:
+    """(what runs calls, how many) on CUDA: a graph of all of them; of an engine that cannot be captured, the first."""
     for call in calls:
         call()
-    if device.type != "cuda":
-        return timed(calls[0], device, repeat)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             for call in calls:
                 call()
-    except RuntimeError:  # an engine that waits for the device cannot be captured
+    except RuntimeError:  # it waits for the device
         torch.cuda.synchronize(device)
-        return timed(calls[0], device, repeat)
+        return calls[0], 1
     graph.replay()
-    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeat)]
-    for start, end in marks:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize(device)
-    return statistics.median(start.elapsed_time(end) for start, end in marks) / 1e3 / len(calls)
+    return graph.replay, len(calls)
+
+
+def _in_turns(replays: Sequence[tuple[Callable[[], Any], int]], device: torch.device, repeat: int) -> list[float]:
+    """Median seconds of a call of each on CUDA; every round runs all of them, in an order of its own."""
+    draw = random.Random(0)
+    taken: list[list[float]] = [[] for _ in replays]
+    for _ in range(repeat):
+        order = draw.sample(range(len(replays)), len(replays))
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in order]
+        for i, (start, end) in zip(order, marks, strict=True):
+            start.record()
+            replays[i][0]()
+            end.record()
+        torch.cuda.synchronize(device)
+        for i, (start, end) in zip(order, marks, strict=True):
+            taken[i].append(start.elapsed_time(end) / 1e3 / replays[i][1])
+    return [statistics.median(times) for times in taken]
+
+
+def graph_time(calls: Sequence[Call], device: torch.device, repeat: int) -> float:
+    """Median seconds of one call; on CUDA from a graph of all of them, replayed."""
+    if device.type != "cuda":
+        return timed(calls[0], device, repeat)
+    return _in_turns([_replay(calls, device, None)], device, repeat)[0]
 
 
 def relative(y: Tensor, want: Tensor) -> float:
@@ -151,25 +170,34 @@ def copies_of(nbytes: int, device: torch.device) -> int:
     return max(2, min(64, -(-SPREAD // max(1, nbytes)))) if device.type == "cuda" else 1
 
 
-def _row(problem: Problem, engine: str, seconds: float, rate: float, nbytes: int, **more: Any) -> dict[str, Any]:
-    """A line of the table; `rate` in FLOP/s and bandwidth, kept in the problem, give the physical limit."""
+@dataclass
+class _Line:
+    """A line of the table before its time is known: calls, the rate of their unit in FLOP/s, bytes of a weight."""
+
+    engine: str
+    calls: list[Call]
+    rate: float
+    nbytes: int
+    more: dict[str, Any]
+    exact: bool | None = None  # of another library: whether calls give the layer's result; its failure is a line
+
+
+def _row(problem: Problem, line: _Line, seconds: float) -> dict[str, Any]:
+    """The line as data; its rate and the bandwidth, kept in the problem, give the physical limit."""
     flop = 2.0 * problem.m * problem.n * problem.k
-    moved = nbytes + 2 * problem.m * (problem.k + problem.n)
-    floor = max(flop / rate, moved / problem.bandwidth)
-    row = {"m": problem.m, "k": problem.k, "n": problem.n, "engine": engine, "us": seconds * 1e6}
-    return row | {"tflops": flop / seconds / 1e12, "limit": floor / seconds} | more
+    moved = line.nbytes + 2 * problem.m * (problem.k + problem.n)
+    floor = max(flop / line.rate, moved / problem.bandwidth)
+    row = {"m": problem.m, "k": problem.k, "n": problem.n, "engine": line.engine, "us": seconds * 1e6}
+    return row | {"tflops": flop / seconds / 1e12, "limit": floor / seconds} | line.more
 
 
-def _bf16(problem: Problem, rates: dict[str, float], repeat: int) -> dict[str, Any]:
+def _bf16(problem: Problem, rates: dict[str, float]) -> _Line:
     nbytes = 2 * problem.weight.numel()
     weights = [problem.weight.clone() for _ in range(copies_of(nbytes, problem.device))]
     calls = [lambda w=w: torch.nn.functional.linear(problem.x, w, problem.bias) for w in weights]
     wrong = relative(calls[0]()[:ROWS], problem.exact)
-    seconds = graph_time(calls, problem.device, repeat)
     library = "cuBLAS" if problem.device.type == "cuda" else "torch"
-    return _row(
-        problem, "bf16", seconds, rates["bf16"], nbytes, error=wrong, layer=wrong, backend=library, grid="16-bit"
-    )
+    return _Line("bf16", calls, rates["bf16"], nbytes, dict(error=wrong, layer=wrong, backend=library, grid="16-bit"))
 
 
 def _unit(choice: Choice, params: LinearParams) -> str:
@@ -180,7 +208,7 @@ def _unit(choice: Choice, params: LinearParams) -> str:
     return "fp8" if choice.backend.name != "int8-mma" else "int8"
 
 
-def _dq(problem: Problem, engine: str, rates: dict[str, float], repeat: int) -> dict[str, Any]:
+def _dq(problem: Problem, engine: str, rates: dict[str, float]) -> _Line:
     layer = problem.layer(engine)
     params = layer.params
     choice = choose_backend(params, problem.device, problem.x.dtype, ENGINES[engine][4])
@@ -190,9 +218,8 @@ def _dq(problem: Problem, engine: str, rates: dict[str, float], repeat: int) -> 
     grid = choice.backend.grid(params)
     y = calls[0]()[:ROWS]
     more = dict(error=relative(y, problem.defined(params, grid)), layer=relative(y, problem.exact))
-    seconds = graph_time(calls, problem.device, repeat)
     more |= dict(backend=choice.backend.name, grid=grid, refused=choice.refused)
-    return _row(problem, engine, seconds, rates[_unit(choice, params)], params.weight.nbytes, **more)
+    return _Line(engine, calls, rates[_unit(choice, params)], params.weight.nbytes, more)
 
 
 def layer_copy(layer: QuantizedLinear) -> QuantizedLinear:
@@ -227,28 +254,45 @@ def ceilings(device: torch.device, repeat: int, size: int = 8192) -> dict[str, f
 
 
 def _lines(
-    problem: Problem, rates: dict[str, float], engines: Sequence[str], repeat: int, with_peers: bool
-) -> Iterator[dict[str, Any]]:
-    yield _bf16(problem, rates, repeat)
+    problem: Problem, rates: dict[str, float], engines: Sequence[str], libraries: Sequence[str]
+) -> Iterator[_Line]:
+    yield _bf16(problem, rates)
     for line in others(problem, copies_of):
-        yield _other(problem, rates, repeat, *line)
+        yield _other(rates, *line)
     for engine in engines:
-        yield _dq(problem, engine, rates, repeat)
-    for line in peers(problem, copies_of) if with_peers else ():
-        yield _other(problem, rates, repeat, *line)
+        yield _dq(problem, engine, rates)
+    for line in peers(problem, copies_of, libraries):
+        yield _other(rates, *line)
 
 
-def _other(
-    problem: Problem, rates: dict[str, float], repeat: int, name: str, unit: str, nbytes: int, calls: list[Call],
-    exact: bool,
-) -> dict[str, Any]:  # fmt: skip
-    try:
-        y = calls[0]()
-        more = dict(backend=name, grid="", error=None, layer=relative(y[:ROWS], problem.exact) if exact else None)
-        seconds = graph_time(calls, problem.device, repeat)
-    except Exception as error:  # another library's refusal is a line of the table, not the end of it
-        return dict(m=problem.m, k=problem.k, n=problem.n, engine=name, failed=str(error).split("\n")[0][:200])
-    return _row(problem, name, seconds, rates[unit], nbytes, **more)
+def _other(rates: dict[str, float], name: str, unit: str, nbytes: int, calls: list[Call], exact: bool) -> _Line:
+    return _Line(name, calls, rates[unit], nbytes, dict(backend=name, grid="", error=None, layer=None), exact)
+
+
+def _measured(problem: Problem, lines: Iterable[_Line], repeat: int) -> list[dict[str, Any]]:
+    """The rows of a shape. Another library's refusal is a line of the table, not the end of it."""
+    rows: list[dict[str, Any]] = []
+    ready: list[tuple[int, _Line, tuple[Callable[[], Any], int]]] = []
+    on_gpu = problem.device.type == "cuda"
+    pool = torch.cuda.graph_pool_handle() if on_gpu else None  # results are not kept: graphs share their memory
+    for line in lines:
+        try:
+            if line.exact:
+                line.more["layer"] = relative(line.calls[0]()[:ROWS], problem.exact)
+            if on_gpu:
+                ready.append((len(rows), line, _replay(line.calls, problem.device, pool)))
+                rows.append({})
+            else:
+                rows.append(_row(problem, line, timed(line.calls[0], problem.device, repeat)))
+        except Exception as error:
+            if line.exact is None:
+                raise
+            failed = str(error).split("\n")[0][:200]
+            rows.append(dict(m=problem.m, k=problem.k, n=problem.n, engine=line.engine, failed=failed))
+    times = _in_turns([replay for *_, replay in ready], problem.device, repeat) if ready else []
+    for (place, line, _), seconds in zip(ready, times, strict=True):
+        rows[place] = _row(problem, line, seconds)
+    return rows
 
 
 def measure(
@@ -258,7 +302,7 @@ def measure(
     repeat: int = 20,
     divide: int = 1,
     say: Callable[[dict[str, Any]], None] = lambda result: None,
-    with_peers: bool = True,
+    libraries: Sequence[str] = PEERS,
 ) -> dict[str, Any]:
     """The table as JSON-clean data.
 
@@ -267,12 +311,13 @@ def measure(
         engines: keys of `ENGINES`; default: all, of few rows those that have kernels of their own for them.
         divide: every size by this, for a quick look or a CPU.
         say: is given the result so far after every shape; its last rows are those of that shape.
-        with_peers: whether torchao and gemlite take part where installed. They compile or tune for every shape.
+        libraries: of `PEERS`, which take part where installed. They compile or tune for every shape.
 
     Raises:
-        DQError: an unknown model or engine.
+        DQError: an unknown model, engine or library.
     """
-    for words, known, what in ((models, SHAPES, "model"), (engines or (), ENGINES, "engine")):
+    asked = (models, SHAPES, "model"), (engines or (), ENGINES, "engine"), (libraries, PEERS, "library")
+    for words, known, what in asked:
         for word in words:
             if word not in known:
                 raise DQError(f"unknown {what} {word!r}{suggest(word, known)}")
@@ -286,10 +331,10 @@ def measure(
             problem = Problem(max(1, m // divide), k // divide, n // divide, where)
             problem.bandwidth = found["bandwidth"]
             chosen = engines or [e for e in ENGINES if m > 16 or e == "fp8" or "a16" in e]
-            lines = list(_lines(problem, found, chosen, repeat, with_peers))
-            for line in lines:
-                line |= {"model": model} | ({"ratio": lines[0]["us"] / line["us"]} if "us" in line else {})
-            rows += lines
+            these = _measured(problem, _lines(problem, found, chosen, libraries), repeat)
+            for row in these:
+                row |= {"model": model} | ({"ratio": these[0]["us"] / row["us"]} if "us" in row else {})
+            rows += these
             say(result)
     return result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +31,11 @@ def others(problem: Any, copies: Callable[[int, torch.device], int]) -> Iterator
         yield _int4pack(problem, 2 * count)
 
 
-def peers(problem: Any, copies: Callable[[int, torch.device], int]) -> Iterator[Line]:
-    """The linears of torchao and gemlite, where installed. Both compile or tune for every shape."""
+def peers(problem: Any, copies: Callable[[int, torch.device], int], libraries: Sequence[str]) -> Iterator[Line]:
+    """The linears of `libraries`, where installed. They compile or tune for every shape."""
     if problem.device.type != "cuda":
         return
-    for name, unit, nbytes, make in _installed(problem):
+    for name, unit, nbytes, make in _installed(problem, libraries):
         try:
             layers = [make() for _ in range(copies(nbytes, problem.device))]
         except Exception as error:  # a version that does not fit, or a shape that it refuses
@@ -88,11 +88,14 @@ def _linear(p: Any) -> torch.nn.Linear:
     return layer.requires_grad_(False)
 
 
-def _installed(p: Any) -> Iterator[tuple[str, str, int, Callable[[], Callable[[Tensor], Tensor]]]]:
+def _installed(
+    p: Any, libraries: Sequence[str]
+) -> Iterator[tuple[str, str, int, Callable[[], Callable[[Tensor], Tensor]]]]:
     """(name, unit, bytes of a weight, maker of a linear) of the libraries that are installed."""
-    for library, lines in (("torchao.quantization", _torchao), ("gemlite.helper", _gemlite)):
+    for library in libraries:
+        place, lines = PEERS[library]
         try:
-            module = importlib.import_module(library)
+            module = importlib.import_module(place)
         except Exception:  # not installed, or it fails on import beside this torch
             continue
         yield from lines(p, module)
@@ -133,3 +136,6 @@ def _gemlite(p: Any, helper: Any) -> Iterator[tuple[str, str, int, Callable[[], 
     for group in (64, 128):
         yield f"gemlite INT4 g{group}", "bf16", p.n * p.k // 2, lambda group=group: four(group)
     yield "gemlite INT8 weights", "bf16", p.n * p.k, lambda: make("A16W8_INT8")
+
+
+PEERS = {"torchao": ("torchao.quantization", _torchao), "gemlite": ("gemlite.helper", _gemlite)}

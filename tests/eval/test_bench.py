@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,10 +134,82 @@ def test_kernels_report(tmp_path, capsys):
     assert "flux: M 96, K 64, N 256" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("option", "word"), [("--models", "fluxx"), ("--engines", "fp9")])
+@pytest.mark.parametrize(("option", "word"), [("--models", "fluxx"), ("--engines", "fp9"), ("--peers", "torcha")])
 def test_kernels_refuses_unknown_words(option, word, capsys):
     assert main(["bench", "kernels", "--device", "cpu", option, word]) == 2
     assert f"{word!r}; did you mean" in capsys.readouterr().err
+
+
+class _Clock:
+    """A GPU whose graphs take the seconds that their calls ask for; a call may refuse to be captured, or fail."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.capturing, self.order = 0.0, None, []
+        clock = self
+
+        class Event:
+            def __init__(self, **_):
+                self.at = None
+
+            def record(self):
+                self.at = clock.now
+
+            def elapsed_time(self, end):
+                return 1e3 * (end.at - self.at)
+
+        class Graph:
+            def replay(self):
+                for call in self.calls:
+                    call()
+
+        @contextlib.contextmanager
+        def graph(one, pool=None):
+            clock.capturing = one
+            one.calls = []
+            yield
+            clock.capturing = None
+
+        fakes = dict(
+            Event=Event, CUDAGraph=Graph, graph=graph, synchronize=lambda *_: None, graph_pool_handle=lambda: 0
+        )
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def call(self, seconds, refuses=False):
+        def run():
+            if self.capturing is None:
+                self.now += seconds
+                self.order.append(seconds)
+            elif refuses:
+                self.capturing = None
+                raise RuntimeError("it waits for the device")
+            else:
+                self.capturing.calls.append(run)
+            return torch.ones(1)
+
+        return run
+
+
+def test_engines_of_a_shape_are_timed_in_turns(monkeypatch):
+    """Seconds of one call of each, in a new order every round; a library may fail, dq may not."""
+    clock = _Clock(monkeypatch)
+    problem = SimpleNamespace(m=8, n=16, k=32, bandwidth=1e9, device=SimpleNamespace(type="cuda"), exact=torch.ones(1))
+    broken = lambda: (_ for _ in ()).throw(ValueError("no such shape\nmore"))  # noqa: E731
+    lines = [
+        kernels._Line("bf16", [clock.call(4.0), clock.call(2.0)], 1e9, 1, {}),
+        kernels._Line("waits", [clock.call(8.0, refuses=True)] * 3, 1e9, 1, {}, False),
+        kernels._Line("broken", [broken], 1e9, 1, {}, True),
+        kernels._Line("exact", [clock.call(16.0)], 1e9, 1, {}, True),
+    ]
+    rows = kernels._measured(problem, lines, 9)
+    assert [r["engine"] for r in rows] == ["bf16", "waits", "broken", "exact"]
+    assert [r.get("us") for r in rows] == pytest.approx([3e6, 8e6, None, 16e6])
+    assert rows[2]["failed"] == "no such shape" and rows[3]["layer"] == 0
+    rounds = "".join({4.0: "a", 2.0: "", 8.0: "b", 16.0: "c"}[s] for s in clock.order[-36:])
+    assert all(set(rounds[i : i + 3]) == set("abc") for i in range(0, 27, 3))
+    assert len({rounds[i : i + 3] for i in range(0, 27, 3)}) > 2
+    with pytest.raises(ValueError, match="no such shape"):
+        kernels._measured(problem, [kernels._Line("fp8", [broken], 1e9, 1, {})], 1)
 
 
 def test_a_run_that_stops_keeps_its_shapes(tmp_path, capsys, monkeypatch):
@@ -152,7 +225,7 @@ def test_a_run_that_stops_keeps_its_shapes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(kernels, "Problem", problem)
     out = tmp_path / "k.json"
     command = ["bench", "kernels", "--divide", "48", "--repeat", "1", "--device", "cpu", "--models", "flux",
-               "--engines", "fp8", "--no-peers", "--json", str(out)]  # fmt: skip
+               "--engines", "fp8", "--peers", "--json", str(out)]  # fmt: skip
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
         main(command)
     rows = json.loads(out.read_text())["rows"]
