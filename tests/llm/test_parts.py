@@ -66,7 +66,7 @@ def test_a_tensor_of_the_base_must_be_there(whole):
         AutoModel.from_pretrained(folder / "whole")
 
 
-def test_linears_that_files_hold_as_one_matrix(tiny, tmp_path):
+def test_F52_linears_that_files_hold_as_one_matrix(tiny, tmp_path):
     """LaraMini's files join four linears, and transformers would join their codes and scales too, which nothing takes
     apart: they are saved one by one, from memory and once loaded, and 16-bit ones are joined again."""
     import transformers

@@ -1,6 +1,8 @@
 """Recipes made for language models: learned rotations, 16-bit outlier channels, smoothing that folds away, and narrow
 keys and values."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -91,6 +93,25 @@ def test_smoothing_that_folds_is_exported(llm, tiny, text, tmp_path):
     plain = loud(llm)
     dq.quantize(plain, tiny.recipe("int8"), progress=False)
     assert divergence(llm, model, loud(llm)) < 0.7 * divergence(llm, plain, loud(llm))
+
+
+def test_smoothquant_with_gptq(llm, tiny, text, tmp_path):
+    """W8A8 as it is usually made: smoothed, rounded by GPTQ, nearer to the 16-bit model than rounded to nearest, and
+    exported once folded."""
+    recipe, found = dq.Recipe.load(tiny.recipe("int8-smooth-fold")), {}
+    target = replace(recipe.linear, rounding="gptq")
+    both = recipe.with_(
+        linear=target, rules=tuple(replace(r, target=replace(r.target, rounding="gptq")) for r in recipe.rules)
+    )
+    for way, mine in (("nearest", recipe), ("gptq", both)):
+        model = loud(llm)
+        dq.quantize(model, mine, calibration=text, progress=False)
+        found[way] = divergence(llm, model, loud(llm))
+    assert found["gptq"] < found["nearest"]
+    assert not dq.fold(model).kept
+    with torch.no_grad():
+        expected = model(text.ids).logits
+        assert torch.equal(dq.load(dq.export(model, tmp_path / "out"))(text.ids).logits, expected)
 
 
 def test_awq_that_folds_is_exported(llm, tiny, text, tmp_path):
