@@ -97,6 +97,8 @@ def output_file(path: Any, suffixes: Sequence[str]) -> Path:
 def output_folder(path: Any) -> Path:
     """The path of a folder that is filled later, checked as `output_file` does."""
     found = _path(path)
+    if found.is_file():
+        raise DQError(f"cannot write {found}: it is a file, and a folder is to be written")
     _writable(found, found)
     return found
 

@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 from dq import commands, commands_bench, commands_chat, commands_correct, commands_export
 from dq.options import add_machine, add_sequential, add_text
 from dq.registry import DQError
 from dq.version import VERSION
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, where argparse prints all options first."""
+
+    def error(self, message: str) -> NoReturn:
+        raise DQError(f"{message} (see {self.prog} --help)")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        """As its base, but what nothing takes is refused here: by the command that it was given, with a near option."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            near = difflib.get_close_matches(rest[0].split("=")[0], self._option_string_actions, n=1, cutoff=0.65)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"{self.prog} takes no {' '.join(rest)}{hint}")
+        return found, rest
 
 
 def _add_source(p: argparse.ArgumentParser, what: str) -> None:
@@ -47,16 +67,16 @@ def _add_records(p: argparse.ArgumentParser) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The argument parser with all subcommands."""
-    parser = argparse.ArgumentParser(prog="dq", description="Post-training quantization of diffusion models and LLMs.")
+    parser = Parser(prog="dq", description="Post-training quantization of diffusion models and LLMs.")
     parser.add_argument("--version", action="version", version=f"dq {VERSION}")
     sub = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(sub)
     p = sub.add_parser("plan", help="what a recipe would do: layers, bytes, time, what stays 16-bit and why")
-    _add_source(p, "folder or hub id of a pipeline or model")
+    _add_source(p, "folder or hub id of a pipeline or model, or a GGUF file")
     _add_recipe(p)
     p.set_defaults(run=commands.plan)
     p = sub.add_parser("quantize", help="quantize and save")
-    _add_source(p, "folder or hub id of a pipeline or model")
+    _add_source(p, "folder or hub id of a pipeline or model, or a GGUF file")
     _add_recipe(p)
     p.add_argument("--out", required=True, help="folder to save to")
     p.add_argument("--prompts", help="calibration prompts, one per line")
@@ -99,7 +119,7 @@ def _add_demo(sub) -> None:
 
 def _add_use(sub) -> None:
     p = sub.add_parser("generate", help="an image or a text from a quantized (or any) folder")
-    _add_source(p, "folder or hub id")
+    _add_source(p, "folder, GGUF file or hub id")
     p.add_argument("prompt")
     p.add_argument("--out", help="image file (default image.png)")
     p.add_argument("--max-new-tokens", type=int, default=64)
@@ -109,7 +129,7 @@ def _add_use(sub) -> None:
     p = sub.add_parser("eval", help="measure pipelines or language models against a 16-bit reference")
     _add_source(p, "folder or hub id of the quantized pipeline or model")
     p.add_argument("more", nargs="*", help="further ones to compare")
-    p.add_argument("--reference", required=True, help="the 16-bit pipeline or model")
+    p.add_argument("--reference", required=True, help="the 16-bit pipeline or model: folder, GGUF file or hub id")
     p.add_argument("--prompts", help="file with one prompt per line, for pipelines")
     add_text(p, "for language models: perplexity, KL divergence, agreement")
     p.add_argument("--stride", type=int, help="tokens between windows; fewer than --length: they overlap")
@@ -203,9 +223,10 @@ def _add_bench_generation(kinds) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; a problem the user can act on is one line on stderr and exit status 2."""
-    args = build_parser().parse_args(argv)
     _quiet()
+    before, warnings.formatwarning = warnings.formatwarning, _short
     try:
+        args = build_parser().parse_args(argv)
         commands.check_numbers(args)
         args.run(args)
     except DQError as error:
@@ -217,7 +238,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `dq list | head`: the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    finally:
+        warnings.formatwarning = before
     return 0
+
+
+def _short(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """What dq itself warns of in one line, without the line of source that called for it."""
+    if category is UserWarning and Path(filename).resolve().is_relative_to(Path(__file__).resolve().parent.parent):
+        return f"dq: warning: {' '.join(str(message).split())}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 # Loggers of other packages, and beginnings of what they say about features that no command uses, or just before they

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,9 @@ def quantize(args: argparse.Namespace) -> None:
         raise DQError(_no_records(recipe, type(obj).__name__))
     _print_plan(obj, recipe, args)
     more = {"components": args.components, "skip": args.skip, "resume": args.resume, "sequential": args.sequential}
-    report = run(obj, recipe, calibration=calibration, **more)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "SQNR of ")  # a note of the report below
+        report = run(obj, recipe, calibration=calibration, **more)
     print(report)
     with one_line(f"cannot save to {args.out}"):
         obj.save_pretrained(args.out)

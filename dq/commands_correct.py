@@ -36,19 +36,28 @@ def correct(args: argparse.Namespace) -> None:
     from dq.checks import one_line
     from dq.pipelines.correction import check_settings
     from dq.pipelines.correction import correct as run
-    from dq.pipelines.loading import copy_companions, is_pipeline, load, load_tokenizer, parse_dtype, quiet_libraries
+    from dq.pipelines.loading import (
+        copy_companions,
+        is_pipeline_folder,
+        load,
+        load_tokenizer,
+        parse_dtype,
+        quiet_libraries,
+        window,
+    )  # fmt: skip
     from dq.pipelines.text import Text, read_text
 
     names = ("rank", "rate", "batch", "scales", "norms", "micro_batch", "seed")
     settings = check_settings({n: getattr(args, n) for n in names} | {"steps": args.train_steps})
     _check_places(args)
     dtype, words = parse_dtype(args.dtype), read_text(args.text)
+    if is_pipeline_folder(args.source):
+        raise DQError(f"{args.source} is a pipeline: use dq.correct(pipe, reference, dq.Prompts([...])) in Python")
     quiet_libraries()
     tokenizer = load_tokenizer(args.reference)
-    text = Text([words], tokenizer, samples=args.samples or 128, length=args.length or 512, seed=args.seed)
+    length = window(args.length, args.source, 512)
+    text = Text([words], tokenizer, samples=args.samples or 128, length=length, seed=args.seed)
     model = load(args.source, dtype, args.device)
-    if is_pipeline(model):
-        raise DQError(f"{args.source} is a pipeline: use dq.correct(pipe, reference, dq.Prompts([...])) in Python")
     reference = load(args.reference, dtype, args.device)
     report = run(model, reference, text, layers=args.layers, any_reference=args.any_reference, **settings)
     print(report)

@@ -66,8 +66,8 @@ def _prompts(args: argparse.Namespace) -> Any:
 
 
 def _text(args: argparse.Namespace) -> Any:
-    from dq.pipelines.loading import load_tokenizer
+    from dq.pipelines.loading import load_tokenizer, window
     from dq.pipelines.text import Text
 
-    options = {"samples": args.samples or 128, "length": args.length or 2048, "seed": args.seed}
+    options = {"samples": args.samples or 128, "length": window(args.length, args.source), "seed": args.seed}
     return Text.from_file(args.text, load_tokenizer(args.source), **options)

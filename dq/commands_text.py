@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ def check_text_options(args: argparse.Namespace) -> None:
 
 def calibration(args: argparse.Namespace, recipe: Any) -> Any:
     """The `dq.Text` that the options describe, None for a data-free recipe; read before a model is loaded."""
-    from dq.pipelines.loading import load_tokenizer, quiet_libraries
+    from dq.pipelines.loading import load_tokenizer, quiet_libraries, window
     from dq.pipelines.text import Text, read_text
 
     check_text_options(args)
@@ -30,8 +31,8 @@ def calibration(args: argparse.Namespace, recipe: Any) -> Any:
         print(f"recipe {recipe.name} needs no calibration: --text is not used")
         return None
     quiet_libraries()
-    return Text([found], load_tokenizer(args.source), samples=args.samples or 128, length=args.length or 2048,
-                seed=args.seed)  # fmt: skip
+    length = window(args.length, args.source)
+    return Text([found], load_tokenizer(args.source), samples=args.samples or 128, length=length, seed=args.seed)
 
 
 def evaluate(args: argparse.Namespace, load: Any) -> None:
@@ -57,7 +58,7 @@ def evaluate(args: argparse.Namespace, load: Any) -> None:
 
         args.words = read_text(args.text)
     reference, tokenizer = load(args, args.reference), load_tokenizer(args.reference)
-    candidates = {s: (lambda s=s: load(args, s)) for s in sources}
+    candidates = {s: (lambda s=s: _beside(reference, load(args, s), s)) for s in sources}
     result = None
     for one in measure:
         found = one(args, candidates, reference, tokenizer)
@@ -67,11 +68,26 @@ def evaluate(args: argparse.Namespace, load: Any) -> None:
         print(f"numbers: {result.save(args.out)}")
 
 
+def _beside(reference: Any, model: Any, name: str) -> Any:
+    """The model, with a warning if what it left in 16 bits says that the reference is another one."""
+    from dq.pipelines.reference import GIVE, check_reference
+
+    if hasattr(model, "dq_artifact"):  # a model of nobody, or of another tool, says nothing about its origin
+        try:
+            check_reference(reference, model)
+        except DQError as error:
+            what = str(error).partition(f": {GIVE}")[0]
+            warnings.warn(f"{name} is measured against another model than it was made from: {what}", stacklevel=2)
+    return model
+
+
 def _on_text(args: argparse.Namespace, candidates: dict[str, Any], reference: Any, tokenizer: Any) -> Any:
     from dq.eval.perplexity import evaluate_text
+    from dq.pipelines.loading import window
 
+    length = window(args.length, args.source)
     return evaluate_text(
-        candidates, reference, args.words, tokenizer, length=args.length or 2048, stride=args.stride, limit=args.count
+        candidates, reference, args.words, tokenizer, length=length, stride=args.stride, limit=args.count
     )
 
 

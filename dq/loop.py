@@ -91,8 +91,8 @@ def quantize_model(
     """
     if plan.recipe.needs_calibration and not len(records):
         raise DQError(
-            f"recipe {plan.recipe.name!r} needs calibration and got no records; pass calibration=dq.Prompts([...]) "
-            "(or take a data-free recipe: fp8, int8, w4a16, w4a4-int4, w4a4-int4-convrot, w4a4-nvfp4)"
+            f"recipe {plan.recipe.name!r} needs calibration and got no records; pass calibration=dq.Prompts([...]), of "
+            "a language model dq.Text([...], tokenizer), or take a data-free recipe (dq list recipes)"
         )
     if prefix not in ("fp", "quantized", "linears"):
         raise DQError(f"prefix must be 'fp', 'quantized' or 'linears', got {prefix!r}")

@@ -197,7 +197,7 @@ def make_plan(model: nn.Module, recipe: str | Recipe, skip: Sequence[str] = ()) 
     linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear or (recipe.conv and type(m) is nn.Conv2d)}
     kinds = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear})
     others = [f"subclasses of nn.Linear stay in 16 bits: {', '.join(kinds)}"] if kinds else []
-    others += _stacked(model) + _convolutions(model, recipe)
+    others += _stacked(model) + _convolutions(model, recipe) + _transposed(model)
     _check_patterns(linears, skip)
     family = find_family(model)
     tied = tied_names(model)
@@ -223,6 +223,12 @@ def _convolutions(model: nn.Module, recipe: Recipe) -> list[str]:
     found = [m.weight.numel() * 2 for m in model.modules() if isinstance(m, kinds)]
     why = "only 2-D ones are quantized" if recipe.conv else "the recipe has no [conv] section"
     return [f"{len(found)} convolutions stay in 16 bits ({size_text(sum(found))}): {why}"] if found else []
+
+
+def _transposed(model: nn.Module) -> list[str]:
+    """A remark about transformers' Conv1D, GPT-2's linear, which is no nn.Linear."""
+    found = sum(type(m).__name__ == "Conv1D" and not isinstance(m, nn.Linear) for m in model.modules())
+    return [f"{found} Conv1D of transformers stay in 16 bits: only nn.Linear is quantized"] if found else []
 
 
 def _stacked(model: nn.Module) -> list[str]:

@@ -242,7 +242,7 @@ class Recipe:
         path = Path(recipe)
         if path.suffix != ".toml":
             if str(recipe) not in presets():
-                raise DQError(f"unknown recipe {str(recipe)!r}{suggest(str(recipe), presets())}")
+                raise DQError(f"unknown recipe {str(recipe)!r}{suggest(str(recipe), presets())} (dq list recipes)")
             path = PRESETS / f"{recipe}.toml"
         try:
             return cls.from_dict(tomllib.loads(path.read_text(encoding="utf-8-sig")))

@@ -61,6 +61,9 @@ class Prompts:
         self.steps, self.records, self.bins, self.batch_size, self.seed = steps, records, bins, batch_size, seed
         self.kwargs = kwargs
 
+    def __repr__(self) -> str:
+        return f"Prompts({len(self.prompts)} prompts, {self.records} records)"
+
     @classmethod
     def from_file(cls, path: str | Path, **kwargs: Any) -> Prompts:
         """One prompt per line (empty lines are skipped); a .tsv file gives its first column, header skipped.

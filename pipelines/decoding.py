@@ -45,7 +45,7 @@ def shape(name: str) -> dict[str, Any]:
     if path.is_file():
         return json.loads(path.read_text(encoding="utf-8"))
     if name not in SHAPES:
-        raise DQError(f"unknown shape {name!r}{suggest(name, SHAPES)}; or give a folder with a config.json")
+        raise DQError(f"unknown shape {name!r}{suggest(name, SHAPES)} (or give a folder with a config.json)")
     return dict(SHAPES[name])
 
 

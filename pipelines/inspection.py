@@ -103,7 +103,8 @@ class Model:
     def text(self, verbose: bool = False) -> str:
         """As `dq inspect` prints it; `verbose` adds every layer, and why no kernel of higher priority runs it."""
         held = ", ".join(f"{n} {d}" for d, n in self.tensors.items()) or "not read: no safetensors"
-        first = f"{self.name}: {self.kind}, {sized(self.nbytes)} in {self.files} file(s); tensors {held}"
+        name = "" if self.name == "." else f"{self.name}: "
+        first = f"{name}{self.kind}, {sized(self.nbytes)} in {self.files} file(s); tensors {held}"
         if not self.groups:
             return first + (f"; quantized by {self.method}" if self.method else "; not quantized")
         rest = [f"  {note}" for note in self.notes]

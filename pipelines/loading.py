@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dq import checks
+from dq.pipelines import gguf_header
 from dq.pipelines.demo import demo_path
 from dq.registry import DQError, suggest
 
@@ -116,12 +117,16 @@ def _load_local(path: Path, dtype: torch.dtype) -> Any:
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> Any:
     """The language model in a GGUF file, its weights unpacked."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+    # Newer versions leave the blocks packed where there is a kernel for them, and warn about its dtype first.
+    config = getattr(transformers, "GgufConfig", None)
+    options = {} if config is None else {"quantization_config": config(dequantize=True)}
+    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype, **options)
     from dq.pipelines.hf_transformers import release_gguf  # after transformers' own modules, which register it
 
     release_gguf(model)
+    model.config._name_or_path = str(path)  # the origin that is recorded; transformers keeps the folder alone
     return model
 
 
@@ -161,10 +166,38 @@ def load_tokenizer(source: str) -> Any:
     from dq.pipelines.hub import options
 
     path = folder_of(source)
+    if is_pipeline_folder(source):
+        raise DQError(
+            f"{source} is a pipeline, no language model: it takes --prompts FILE where a model takes --text FILE"
+        )
+    if path is not None and path.is_dir() and not any(f for p in ("config.json", *COMPANIONS) for f in path.glob(p)):
+        raise DQError(f"{source} holds neither a tokenizer nor a model")
     with checks.one_line(f"{source} has no tokenizer that loads; copy the original model's tokenizer files there"):
         if path is not None and path.suffix == GGUF:
             return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         return AutoTokenizer.from_pretrained(source, **({} if path is not None else options(source)))
+
+
+def positions(source: str) -> int | None:
+    """Tokens that the model in a local folder or GGUF file has positions for; None if that is not known."""
+    path = folder_of(source)
+    if path is None:
+        return None
+    if path.suffix == GGUF:
+        found = gguf_header.read(path)[0]
+        value = found.get(f"{found.get('general.architecture')}.context_length")
+    elif (path / "config.json").is_file():
+        config = read_config(path / "config.json")
+        inner = config.get("text_config")
+        value = (config | (inner if isinstance(inner, dict) else {})).get("max_position_embeddings")
+    else:
+        return None
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def window(length: int | None, source: str, default: int = 2048) -> int:
+    """`length`, or without it `default` tokens: fewer where the model `source` has positions for fewer."""
+    return length or min(default, positions(source) or default)
 
 
 def copy_companions(source: str, out: str) -> list[str]:
@@ -187,6 +220,12 @@ def copy_companions(source: str, out: str) -> list[str]:
 def is_pipeline(obj: Any) -> bool:
     """Whether `obj` is a diffusers pipeline rather than a model."""
     return isinstance(getattr(obj, "components", None), dict)
+
+
+def is_pipeline_folder(source: str) -> bool:
+    """Whether `source` is a local folder of a pipeline."""
+    path = folder_of(source)
+    return path is not None and (path / "model_index.json").is_file()
 
 
 def is_model_folder(source: str) -> bool:

@@ -58,6 +58,9 @@ class Text:
         order = torch.randperm(len(found), generator=torch.Generator().manual_seed(self.seed))
         self.ids: Tensor = found[order[:samples].sort().values]
 
+    def __repr__(self) -> str:
+        return f"Text({len(self.ids)} windows of {self.length} tokens)"
+
     @classmethod
     def from_file(cls, path: str | Path, tokenizer: Any, **kwargs: Any) -> Text:
         """All of a UTF-8 file as one text.

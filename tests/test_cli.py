@@ -3,6 +3,7 @@
 import inspect
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -158,8 +159,9 @@ def test_more_numbers(refused, prompts, tmp_path):
 
 
 def test_outputs_are_checked_first(refused, prompts, tmp_path):
-    demo, file = dq.demo_path(), tmp_path / "file"
+    demo, file, empty = dq.demo_path(), tmp_path / "file", tmp_path / "empty"
     file.write_text("")
+    empty.mkdir()
     evaluate = ("eval", demo, "--reference", demo, "--prompts", prompts)
     for command in (("demo",), evaluate):
         assert "use .html or .json" in refused(*command, "--out", tmp_path / "r.pdf")
@@ -168,8 +170,15 @@ def test_outputs_are_checked_first(refused, prompts, tmp_path):
     assert "use .png" in refused("generate", demo, "a", "--out", "x.doc")
     for out in (file, "/proc/o"):
         assert "cannot write" in refused("quantize", demo, "fp8", "--out", out)
+    for command in (("chat", demo), ("quantize", demo, "int8-smooth", "--text", prompts, "--out", tmp_path / "o")):
+        assert "is a pipeline, no language model" in refused(*command)
+    learn = ("correct", demo, "--reference", demo, "--text", prompts, "--out", tmp_path / "o")
+    assert "use dq.correct(pipe, reference, dq.Prompts([...])) in Python" in refused(*learn)
     assert "is the source" in refused("quantize", demo, "fp8", "--out", demo)
     assert "cannot write" in refused("quantize", demo, "fp8", "--out", tmp_path / "o", "--resume", file)
+    assert "it is a file, and a folder is to be written" in refused("quantize", demo, "fp8", "--out", file)
+    assert "holds neither a tokenizer nor a model" in refused("chat", empty, "hello")
+    assert refused("plan", demo, "zzz").endswith("... (dq list recipes)\n")
     assert not (tmp_path / "o").exists()
 
 
@@ -212,10 +221,32 @@ def test_quiet_commands(dq_, quantized, recwarn):
     assert dq_("list", "nothing")[0] == 2 and dq_("list", "recipes")[0] == 0
 
 
-def test_the_parser_refuses_with_status_two(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["quantize"])
-    assert stop.value.code == 2
+def test_warnings_are_one_line(dq_, monkeypatch):
+    """Of dq itself; what other packages warn of keeps its place."""
+    shown = []
+
+    def command(args):
+        shown.extend(warnings.formatwarning("two\nlines", UserWarning, f, 3) for f in (dq.__file__, torch.__file__))
+
+    monkeypatch.setattr("dq.commands.doctor", command)
+    assert dq_("doctor")[0] == 0
+    assert shown == ["dq: warning: two lines\n", f"{torch.__file__}:3: UserWarning: two\nlines\n"]
+    assert "dq: warning" not in warnings.formatwarning("two", UserWarning, dq.__file__, 3)
+
+
+def test_the_parser_refuses_in_one_line(refused, capsys):
+    """Without the usage of all options; what nothing takes is told by the command that was given it."""
+    cases = [
+        ([], "required: COMMAND (see dq --help)"),
+        (["quantise", "x"], "invalid choice: 'quantise'"),
+        (["quantize", "x", "fp8"], "required: --out (see dq quantize --help)"),
+        (["correct", "x", "--reference", "y", "--text", "z", "--out", "o", "--steps", 5],
+         "dq correct takes no --steps 5; did you mean --train-steps?"),
+        (["eval", "x", "--reference", "y", "--samples=3"], "dq eval takes no --samples=3 (see dq eval --help)"),
+        (["bench", "llm", "--windows", "many"], "invalid int value: 'many' (see dq bench llm --help)"),
+    ]  # fmt: skip
+    for argv, match in cases:
+        assert match in refused(*argv), argv
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
     assert stop.value.code == 0 and dq.__version__ in capsys.readouterr().out

@@ -213,6 +213,10 @@ def test_nothing_to_quantize(flux):
     ) as e:
         make_plan(flux, "fp8")
     assert "too small to quantize" in str(e.value) and "with_(min_features=16)" in str(e.value)
+    from transformers.pytorch_utils import Conv1D
+
+    with pytest.raises(DQError, match=r"of 1 linears, 1 stay 16-bit .*; 1 Conv1D of transformers stay in 16 bits"):
+        make_plan(nn.Sequential(Conv1D(512, 512), nn.Linear(8, 8)), "int8")
     with pytest.raises(DQError, match=r"nothing to quantize in Sequential: it holds no nn\.Linear$"):
         make_plan(nn.Sequential(nn.LayerNorm(4)), "fp8")
 

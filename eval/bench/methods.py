@@ -92,7 +92,7 @@ def recipe(name: str) -> Recipe:
             return Recipe.from_dict({"name": name, "linear": known[name], "modulation": MODULATION})
     if name in presets():
         return Recipe.load(name)
-    raise DQError(f"unknown method {name!r}{suggest(name, names())}; dq bench methods --list shows all")
+    raise DQError(f"unknown method {name!r}{suggest(name, names())} (dq bench methods --list shows all)")
 
 
 def bits(report: Any) -> float:

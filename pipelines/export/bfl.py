@@ -51,7 +51,7 @@ def _refuse(job: Job, name: str) -> str:
     if kind == "nvfp4" and acts is None:
         return "NVFP4 always quantizes activations there, and those of this linear stay in 16 bits"
     if kind == "nvfp4" and not job.amax.get(name):
-        return "NVFP4 activations have one stored scale there: give calibration=..."
+        return "NVFP4 activations have one stored scale there: give calibration=... (in the shell --prompts FILE)"
     return unlike_rows(job, name)
 
 

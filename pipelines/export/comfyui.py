@@ -42,7 +42,8 @@ def _refuse(job: Job, name: str) -> str:
         )
     if kind == "float8_e4m3fn" and acts is not None and _static(job, name) is None:
         return (
-            "FP8 activations have one stored scale there, not one per token: give calibration=... or weight_only=True"
+            "FP8 activations have one stored scale there, not one per token: give calibration=... or weight_only=True "
+            "(in the shell --prompts FILE, or --weight-only)"
         )
     if layer.in_features % matrix.multiple:
         return f"its {layer.in_features} inputs are no multiple of {matrix.multiple}"

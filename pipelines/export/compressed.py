@@ -155,7 +155,10 @@ def missing_amax(job: Job, name: str) -> str:
         return ""
     if job.amax:
         return "its input was all zeros in the calibration" if name in job.amax else "the calibration never reached it"
-    return "NVFP4 activations need a stored scale there, not one per token: give calibration=... or weight_only=True"
+    return (
+        "NVFP4 activations need a stored scale there, not one per token: give calibration=... or weight_only=True "
+        "(in the shell --text or --prompts FILE, or --weight-only)"
+    )
 
 
 def tensors_of(layer: QuantizedLinear, scheme: Scheme, amax: float | None = None) -> dict[str, Tensor]:

@@ -1,9 +1,12 @@
 """quantize, eval and bench of language models from the shell."""
 
 import json
+import shutil
+import warnings
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from dq.pipelines.loading import load
 
@@ -71,7 +74,7 @@ def test_what_is_refused(dq_, folder, texts, tmp_path, monkeypatch):
     cases = [
         (["quantize", folder, "w4a16-gptq", "--out", out], "--text FILE"),
         (["quantize", folder, "w4a16-gptq", "--text", tmp_path / "no.txt", "--out", out], "cannot read text from"),
-        (["quantize", folder, "w4a16-gptq", "--text", short, "--out", out], "one window needs 2048"),
+        (["quantize", folder, "w4a16-gptq", "--text", short, "--out", out], "one window needs 128"),
         (["quantize", folder, "w4a16-gptq", "--text", calib, "--length", 0, "--out", out], "--length must be at least"),
         (["quantize", folder, "fp8", "--samples", 3, "--out", out], "--samples goes with --text"),
         (["quantize", folder, "fp8", "--text", calib, "--prompts", calib, "--out", out], "give one of them"),
@@ -87,6 +90,44 @@ def test_what_is_refused(dq_, folder, texts, tmp_path, monkeypatch):
     for argv, match in cases:
         status, _, err = dq_(*argv)
         assert status == 2 and match in err and err.count("\n") == 1, (argv, err)
+
+
+def test_windows_are_no_longer_than_the_model(dq_, folder, texts, tmp_path):
+    """Without --length they take all positions where the model has fewer than the default."""
+    short = tmp_path / "short"
+    shutil.copytree(folder, short)
+    config = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 40}
+    (short / "config.json").write_text(json.dumps(config))
+    small, machine = ("--min-features", 16), ("--device", "cpu")
+    text = ("--text", texts / "calib.txt")
+    with pytest.warns(UserWarning, match="fills [0-9]+ windows of 40 tokens, not 128: all are used"):
+        status, _, err = dq_("quantize", short, "w4a16-gptq", *text, *small, "--out", tmp_path / "o", *machine)
+    assert status == 0, err
+    assert "windows of 40 tokens" in dq_("inspect", tmp_path / "o")[1]
+    status, said, err = dq_("eval", tmp_path / "o", "--reference", short, *text, "--count", 2, *machine)
+    assert status == 0 and "kl[40]" in said, err
+    status, _, err = dq_("eval", tmp_path / "o", "--reference", short, *text, "--length", 41, *machine)
+    assert status == 2 and "longer than the 40 positions" in err
+
+
+def test_eval_says_that_the_reference_is_another_model(dq_, folder, texts, llm, tmp_path):
+    torch.manual_seed(5)
+    llm.decoder(dtype=torch.bfloat16).save_pretrained(tmp_path / "other")
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "other", dtype=torch.bfloat16)
+    with torch.no_grad():
+        other.get_input_embeddings().weight.mul_(1.5)
+    other.save_pretrained(tmp_path / "other")
+    for file in folder.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "other")
+    small = ("--min-features", 16, "--device", "cpu")
+    assert dq_("quantize", folder, "int8", *small, "--out", tmp_path / "o")[0] == 0
+    text = ("--text", texts / "score.txt", "--length", 32, "--count", 2, "--device", "cpu")
+    with pytest.warns(UserWarning, match=r"/o is measured against another model than it was made from: .*embed_tokens"):
+        status, said, err = dq_("eval", tmp_path / "o", "--reference", tmp_path / "other", *text)
+    assert status == 0 and "kl[32]" in said, err
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert dq_("eval", tmp_path / "o", "--reference", folder, *text)[0] == 0
 
 
 def test_an_unused_text_is_said(dq_, folder, texts, tmp_path):

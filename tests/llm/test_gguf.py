@@ -29,12 +29,15 @@ def source():
     return path
 
 
-def test_gguf_models_are_quantized_and_saved(source, tmp_path):
+def test_gguf_models_are_quantized_and_saved(source, tmp_path, capfd):
     from transformers import AutoModelForCausalLM
 
-    from dq.pipelines.loading import copy_companions, load, load_tokenizer
+    from dq.pipelines.loading import copy_companions, load, load_tokenizer, positions
 
+    assert positions(str(source)) == 8192
     model, tokenizer = load(str(source), torch.bfloat16, "cpu"), load_tokenizer(str(source))
+    assert "packed" not in capfd.readouterr().err  # transformers was asked to unpack it
+    assert model.config._name_or_path == str(source)
     assert find_family(model).name == "llama" and not getattr(model.config, "quantization_config", None)
     del model.model.layers[2:]  # two real blocks show as much as thirty
     model.config.num_hidden_layers = 2

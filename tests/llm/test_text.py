@@ -23,6 +23,7 @@ def test_windows_are_drawn_from_the_text_and_repeat(text, llm):
     assert not torch.equal(a.ids, other.ids) and a.describe() == b.describe() != other.describe()
     all_windows = windows(torch.tensor(llm.tokenizer()(llm.text)["input_ids"]), 32)
     assert all(any(torch.equal(row, w) for w in all_windows) for row in a.ids)
+    assert repr(a) == "Text(4 windows of 32 tokens)" and repr(dq.Prompts(["a"])) == "Prompts(1 prompts, 64 records)"
 
 
 def test_texts_follow_each_other(text):
