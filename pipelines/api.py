@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from dq import checks
 from dq.folding import Folded, fold_model
 from dq.group import check_weights
 from dq.linear import quantized_linears
@@ -39,7 +40,8 @@ def _models(obj: Any, components: str | Sequence[str] | None) -> dict[str, nn.Mo
         return {"": obj}
     held = getattr(obj, "components", None)
     if not isinstance(held, dict):
-        raise DQError(f"expected a diffusers pipeline or a model, got {type(obj).__name__}")
+        hint = ": open it by dq.load first" if isinstance(obj, str | Path) else ""
+        raise DQError(f"expected a diffusers pipeline or a model, got {type(obj).__name__}{hint}")
     models = {n: m for n, m in held.items() if isinstance(m, nn.Module)}
     names = [components] if isinstance(components, str) else components or [n for n in DENOISERS if n in models]
     for name in typed(names, (list, tuple, set), "components is a name or a list of names"):
@@ -142,7 +144,7 @@ def quantize(
     if activations is not None and activations not in MODES:
         raise DQError(f"unknown activations mode {activations!r}{suggest(str(activations), MODES)}")
     typed(resume, (str, Path, type(None)), "resume is the path of a folder")
-    prefix = _prefix(sequential)
+    prefix, device = _prefix(sequential), None if device is None else checks.device(device)
     originals = {name: open_experts(model) for name, model in models.items()}
     try:
         plans = _checked_plans(models, recipes, skip, calibration)
@@ -246,10 +248,11 @@ def _calibrate(obj: Any, models: dict[str, nn.Module], calibration: Any, bar: An
 
 
 def _iterate(calibration: Any) -> Iterable[Any]:
-    if isinstance(calibration, (dict, Record, Tensor)):
+    if isinstance(calibration, (Mapping, Record, Tensor)):
         raise DQError(f"calibration takes a list of records; wrap the {type(calibration).__name__} in a list")
     if isinstance(calibration, (str, bytes)) or not hasattr(calibration, "__iter__"):
-        raise DQError(f"calibration must be dq.Prompts, dq.Text or records, got {type(calibration).__name__}")
+        hint = " (of a file: dq.Text.from_file, dq.Prompts.from_file)" if isinstance(calibration, str) else ""
+        raise DQError(f"calibration must be dq.Prompts, dq.Text or records, got {type(calibration).__name__}{hint}")
     return calibration
 
 

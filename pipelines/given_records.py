@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,10 +21,14 @@ def checked_record(item: Any, index: int, model: nn.Module) -> Record:
         DQError: it is none, holds no tensor, or the model does not take it; token ids that are no [batch, tokens] of
             integers, are none at all, or lie beyond the embedding; a mask of another shape. Each names the record.
     """
-    if isinstance(item, dict):
+    if isinstance(item, Mapping):  # a dict, or what a tokenizer returns
         item = Record((), dict(item))
     if not isinstance(item, Record):
-        raise DQError(f"a calibration record is a dq.Record or a dict of keyword arguments, got {type(item).__name__}")
+        hint = "; texts go into dq.Text([...], tokenizer), prompts of a pipeline into dq.Prompts([...])"
+        raise DQError(
+            f"a calibration record is a dq.Record or a dict of keyword arguments, got {type(item).__name__}"
+            f"{hint if isinstance(item, str) else ''}"
+        )
     what = f"calibration record {index}"
     if not tensors((item.args, item.kwargs)):
         raise DQError(f"{what} holds no tensor; give what {type(model).__name__} is called with")

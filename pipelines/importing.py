@@ -99,6 +99,8 @@ def _open(source: str | Path, config: str | Path | None) -> Files:
             raise DQError(
                 f"{source} is a whole pipeline: name the folder of the component, e.g. {home / 'transformer'}"
             )
+    if not found:
+        raise DQError(f"{source} holds no safetensors file: it is no export")
     said = home if config is None else Path(config).expanduser()
     said = said / "config.json" if said.is_dir() else said
     if not said.is_file():
@@ -124,7 +126,7 @@ def _reader(files: Files) -> Exporter:
         return readers[method]
     found = next((e for e in EXPORTERS if e.read and e.recognises(files)), None) if method is None else None
     if found is None:
-        hint = "; from_pretrained loads it" if method == "dq" else suggest(str(method), readers)
+        hint = "; from_pretrained and dq.load open it" if method == "dq" else suggest(str(method), readers)
         raise DQError(f"it is quantized by {method!r}{hint}" if method else "it is not quantized in a known format")
     return found
 

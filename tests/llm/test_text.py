@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import BatchEncoding
 
 import dq
 from dq.tokens import windows
@@ -36,6 +37,23 @@ def test_a_start_token_stands_in_front_of_every_window(text, llm):
         found = text("abcdefghijkl" * 10, tokenizer=llm.tokenizer(start=True), samples=200, length=16)
     assert found.ids.shape == (8, 16) and (found.ids[:, 0] == 1).all() and not (found.ids[:, 1:] == 1).any()
     assert found.describe()["start"] == 1
+
+
+def test_what_a_tokenizer_returns_is_a_record(llm):
+    """A BatchEncoding is no dict, but keyword arguments all the same; texts by themselves are told where to go."""
+    ids = torch.tensor([llm.tokenizer()("abcdefgh" * 8)["input_ids"]])
+    found, recipe = BatchEncoding({"input_ids": ids}), dq.Recipe.load("int8-smooth")
+    models = [llm.decoder() for _ in range(2)]
+    for model, record in zip(models, (found, dict(found)), strict=True):
+        dq.quantize(model, recipe.with_(min_features=16), calibration=[record], progress=False)
+    assert torch.equal(models[0](**found).logits, models[1](**found).logits)
+    for calibration, match in (
+        (found, "wrap the BatchEncoding in a list"),
+        (["a text"], r"got str; texts go into dq\.Text\(\[\.\.\.\], tokenizer\)"),
+        ("calib.txt", r"got str \(of a file: dq\.Text\.from_file"),
+    ):
+        with pytest.raises(dq.DQError, match=match):
+            dq.quantize(llm.decoder(), recipe.with_(min_features=16), calibration=calibration)
 
 
 def test_files(llm, tmp_path, text):

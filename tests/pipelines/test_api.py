@@ -95,6 +95,10 @@ def test_things_that_cannot_be_quantized(tiny):
     for thing in ("flux", None, 3, {"transformer": nn.Linear(4, 4)}):
         with pytest.raises(dq.DQError, match="expected a diffusers pipeline or a model, got"):
             dq.quantize(thing, "int8")
+    with pytest.raises(dq.DQError, match=r"got str: open it by dq\.load first"):
+        dq.plan("a/folder", "int8")
+    with pytest.raises(dq.DQError, match="device 'nowhere' cannot be used here"):
+        dq.quantize(tiny.flux(), tiny.recipe("int8"), device="nowhere")
     with pytest.raises(dq.DQError, match=r"unknown recipe 'fp9'; did you mean 'fp8'"):
         dq.quantize(tiny.flux(), "fp9")
     with pytest.raises(dq.DQError, match=r"cannot read the recipe .*none\.toml"):

@@ -178,6 +178,9 @@ def test_what_is_asked_wrongly(made, tiny, tmp_path):
     with pytest.raises(dq.DQError, match="it is not quantized in a known format"):
         tiny.llama().save_pretrained(tmp_path / "plain")
         dq.load_exported(tmp_path / "plain")
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(dq.DQError, match="holds no safetensors file: it is no export"):
+        dq.load_exported(tmp_path / "nothing")
 
 
 def test_shards_and_bias(tiny, tmp_path):
