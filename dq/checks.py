@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -94,12 +95,15 @@ def output_file(path: Any, suffixes: Sequence[str]) -> Path:
     return found
 
 
-def output_folder(path: Any) -> Path:
-    """The path of a folder that is filled later, checked as `output_file` does."""
+def output_folder(path: Any, nbytes: int = 0) -> Path:
+    """The path of a folder that is filled later, checked as `output_file` does, and for room for `nbytes`."""
     found = _path(path)
     if found.is_file():
         raise DQError(f"cannot write {found}: it is a file, and a folder is to be written")
-    _writable(found, found)
+    place = _writable(found, found)
+    free = shutil.disk_usage(place).free
+    if free < nbytes:
+        raise DQError(f"cannot write {found}: it takes {nbytes / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free there")
     return found
 
 
@@ -113,8 +117,9 @@ def _path(path: Any) -> Path:
     return found
 
 
-def _writable(folder: Path, target: Path) -> None:
-    """Tries it, in the nearest folder that exists: permission bits say nothing about the superuser or odd mounts."""
+def _writable(folder: Path, target: Path) -> Path:
+    """Tries it, in the nearest folder that exists, and returns that: permission bits say nothing about the superuser or
+    odd mounts."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:
@@ -124,6 +129,7 @@ def _writable(folder: Path, target: Path) -> None:
         # Without the name of the temporary file, which nobody asked for.
         what = getattr(error, "strerror", None) or line(error, 120)
         raise DQError(f"cannot write {target}: {what} (in {folder})") from error
+    return folder
 
 
 @contextmanager

@@ -65,20 +65,24 @@ def _recipe(args: argparse.Namespace):
     return recipe.with_(min_features=args.min_features) if args.min_features is not None else recipe
 
 
-def _load(args: argparse.Namespace, source: str | None = None) -> Any:
-    from dq.pipelines.loading import load, parse_dtype, quiet_libraries
+def _load(args: argparse.Namespace, source: str | None = None, exported: bool = False) -> Any:
+    """What is named, in 16 bits or with dq's codes; `exported`: files of other engines with their codes too."""
+    from dq.pipelines import importing, loading
 
-    dtype = parse_dtype(args.dtype)
-    quiet_libraries()
+    dtype = loading.parse_dtype(args.dtype)
+    loading.quiet_libraries()
+    load = importing.load if exported else loading.load
     return load(args.source if source is None else source, dtype, args.device)
 
 
-def _print_plan(obj: Any, recipe: Any, args: argparse.Namespace) -> None:
+def _print_plan(obj: Any, recipe: Any, args: argparse.Namespace) -> int:
+    """Prints the plan of every component; returns the bytes that will be saved of these."""
     from dq.pipelines.api import plan
 
     plans = plan(obj, recipe, components=args.components, skip=args.skip)
-    for one in plans.values() if isinstance(plans, dict) else [plans]:
-        print(one)
+    plans = list(plans.values()) if isinstance(plans, dict) else [plans]
+    print(*plans, sep="\n")
+    return sum(one.bytes_after for one in plans)
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -90,7 +94,7 @@ def plan(args: argparse.Namespace) -> None:
 def quantize(args: argparse.Namespace) -> None:
     """`dq quantize`: plan, calibrate, quantize, save; a model takes its tokenizer along."""
     from dq import commands_text
-    from dq.checks import one_line
+    from dq.checks import one_line, output_folder
     from dq.pipelines.api import quantize as run
     from dq.pipelines.loading import copy_companions, is_model_folder, is_pipeline
 
@@ -104,7 +108,7 @@ def quantize(args: argparse.Namespace) -> None:
     obj = _load(args)
     if calibration is not None and args.text is None and not is_pipeline(obj):
         raise DQError(_no_records(recipe, type(obj).__name__))
-    _print_plan(obj, recipe, args)
+    output_folder(args.out, _print_plan(obj, recipe, args))
     more = {"components": args.components, "skip": args.skip, "resume": args.resume, "sequential": args.sequential}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "SQNR of ")  # a note of the report below
@@ -188,7 +192,7 @@ def generate(args: argparse.Namespace) -> None:
         from dq.pipelines.kv_store import kv_format
 
         kv_format(args.kv_cache)
-    obj = _load(args)
+    obj = _load(args, exported=True)
     if args.kv_cache is not None and is_pipeline(obj):
         raise DQError("--kv-cache is for language models; a pipeline keeps no keys and values")
     if is_pipeline(obj):

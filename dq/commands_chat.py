@@ -31,8 +31,9 @@ def chat(args: argparse.Namespace) -> None:
 
     from dq import checks
     from dq.pipelines.chat import answer
+    from dq.pipelines.importing import load
     from dq.pipelines.kv_store import kv_format
-    from dq.pipelines.loading import folder_of, load, load_tokenizer, parse_dtype, quiet_libraries
+    from dq.pipelines.loading import folder_of, load_tokenizer, parse_dtype, quiet_libraries
 
     if args.kv_cache is not None:
         kv_format(args.kv_cache)

@@ -58,7 +58,7 @@ def evaluate(args: argparse.Namespace, load: Any) -> None:
 
         args.words = read_text(args.text)
     reference, tokenizer = load(args, args.reference), load_tokenizer(args.reference)
-    candidates = {s: (lambda s=s: _beside(reference, load(args, s), s)) for s in sources}
+    candidates = {s: (lambda s=s: _beside(reference, load(args, s, exported=True), s)) for s in sources}
     result = None
     for one in measure:
         found = one(args, candidates, reference, tokenizer)

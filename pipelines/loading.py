@@ -170,8 +170,10 @@ def load_tokenizer(source: str) -> Any:
         raise DQError(
             f"{source} is a pipeline, no language model: it takes --prompts FILE where a model takes --text FILE"
         )
-    if path is not None and path.is_dir() and not any(f for p in ("config.json", *COMPANIONS) for f in path.glob(p)):
-        raise DQError(f"{source} holds neither a tokenizer nor a model")
+    if path is not None and path.is_dir() and not any(f for p in COMPANIONS for f in path.glob(p)):
+        if not (path / "config.json").is_file():
+            raise DQError(f"{source} holds neither a tokenizer nor a model")
+        raise DQError(f"{source} has no tokenizer: copy the original model's tokenizer files there")
     with checks.one_line(f"{source} has no tokenizer that loads; copy the original model's tokenizer files there"):
         if path is not None and path.suffix == GGUF:
             return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

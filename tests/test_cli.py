@@ -4,11 +4,13 @@ import inspect
 import json
 import shutil
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import dq
+from dq.checks import output_folder
 from dq.cli import main
 
 
@@ -158,7 +160,7 @@ def test_more_numbers(refused, prompts, tmp_path):
     assert "prompts must be at least 1 and at most 240" in refused("demo", "--prompts", 0)
 
 
-def test_outputs_are_checked_first(refused, prompts, tmp_path):
+def test_outputs_are_checked_first(refused, prompts, tmp_path, monkeypatch):
     demo, file, empty = dq.demo_path(), tmp_path / "file", tmp_path / "empty"
     file.write_text("")
     empty.mkdir()
@@ -177,6 +179,10 @@ def test_outputs_are_checked_first(refused, prompts, tmp_path):
     assert "is the source" in refused("quantize", demo, "fp8", "--out", demo)
     assert "cannot write" in refused("quantize", demo, "fp8", "--out", tmp_path / "o", "--resume", file)
     assert "it is a file, and a folder is to be written" in refused("quantize", demo, "fp8", "--out", file)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2_000_000))
+    with pytest.raises(dq.DQError, match=r"it takes 3 MB, and 2 MB are free there"):
+        output_folder(tmp_path / "o", 3_000_000)
+    assert output_folder(tmp_path / "o", 2_000_000) == tmp_path / "o"
     assert "holds neither a tokenizer nor a model" in refused("chat", empty, "hello")
     assert refused("plan", demo, "zzz").endswith("... (dq list recipes)\n")
     assert not (tmp_path / "o").exists()

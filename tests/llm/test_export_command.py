@@ -31,6 +31,16 @@ def test_export_with_a_text(dq_, llm, folder, tmp_path):
     assert "modelopt" in said and (out / "tokenizer_config.json").is_file()
     assert json.loads((out / "hf_quant_config.json").read_text())["quantization"]["quant_algo"] == "NVFP4"
     assert dq_("export", folder, tmp_path / "b", "--weight-only", "--device", "cpu")[0] == 0
+    # Other commands read exports by dq's own linears, also those that transformers does not read.
+    machine = ("--device", "cpu")
+    said = [dq_("generate", one, "the fox", "--max-new-tokens", 4, *machine) for one in (folder, out)]
+    assert said[0][:2] == said[1][:2] and said[0][0] == 0, said
+    status, table, err = dq_("eval", out, tmp_path / "b", "--reference", folder, *options[:2], "--length", 32,
+                             "--count", 2, "--out", tmp_path / "n.json", *machine)  # fmt: skip
+    assert status == 0 and f"{out}: 14 layers on torch-reference (nvfp4-token)" in table, (table, err)
+    kl = {n: s["kl[32]"]["value"] for n, s in json.loads((tmp_path / "n.json").read_text())["scores"].items() if n in
+          (str(out), str(tmp_path / "b"))}  # fmt: skip
+    assert kl[str(out)] < 1e-6 < kl[str(tmp_path / "b")]
 
 
 def test_generate_with_a_cache(dq_, folder):
