@@ -1,6 +1,6 @@
 """Quantized linears against 16-bit ones: time and error of every engine on the shapes of real models, in one run.
 
-    ratio   time of BF16 cuBLAS / time
+    ratio   time of BF16 cuBLAS / time, the median over rounds; +- half the distance of its quartiles
     limit   max(2 M N K / rate of the unit, bytes that must move / copy bandwidth) / time
     error   ||y - y64|| / ||y64||, y64 in float64 from the dequantized operands on the activation grid that ran
     layer   the same against the 16-bit layer's own float64 result
@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dq.eval.bench.generation import seconds
 from dq.eval.bench.others import PEERS, others, peers
-from dq.eval.bench.speed import copy_bandwidth, timed
+from dq.eval.bench.speed import copy_bandwidth
 from dq.eval.environment import describe
 from dq.linear import QuantizedLinear
 from dq.ops import Choice, LinearParams, choose_backend
@@ -68,7 +69,10 @@ Call = Callable[[], Tensor]
 
 
 def _replay(calls: Sequence[Call], device: torch.device, pool: Any) -> tuple[Callable[[], Any], int]:
-    """(what runs calls, how many) on CUDA: a graph of all of them; of an engine that cannot be captured, the first."""
+    """(what runs calls, how many): on CUDA a graph of all of them; of an engine that cannot be captured, the first."""
+    if device.type != "cuda":
+        calls[0]()
+        return calls[0], 1
     for call in calls:
         call()
     torch.cuda.synchronize(device)
@@ -84,28 +88,34 @@ def _replay(calls: Sequence[Call], device: torch.device, pool: Any) -> tuple[Cal
     return graph.replay, len(calls)
 
 
-def _in_turns(replays: Sequence[tuple[Callable[[], Any], int]], device: torch.device, repeat: int) -> list[float]:
-    """Median seconds of a call of each on CUDA; every round runs all of them, in an order of its own."""
+def _in_turns(replays: Sequence[tuple[Callable[[], Any], int]], device: torch.device, repeat: int) -> list[list[float]]:
+    """Seconds of a call of each, round by round; every round runs all of them, in an order of its own."""
     draw = random.Random(0)
     taken: list[list[float]] = [[] for _ in replays]
     for _ in range(repeat):
         order = draw.sample(range(len(replays)), len(replays))
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in order]
-        for i, (start, end) in zip(order, marks, strict=True):
-            start.record()
-            replays[i][0]()
-            end.record()
-        torch.cuda.synchronize(device)
-        for i, (start, end) in zip(order, marks, strict=True):
-            taken[i].append(start.elapsed_time(end) / 1e3 / replays[i][1])
-    return [statistics.median(times) for times in taken]
+        spans = _spans([replays[i][0] for i in order], device)
+        for i, span in zip(order, spans, strict=True):
+            taken[i].append(span / replays[i][1])
+    return taken
 
 
-def graph_time(calls: Sequence[Call], device: torch.device, repeat: int) -> float:
-    """Median seconds of one call; on CUDA from a graph of all of them, replayed."""
+def _spans(runs: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
+    """Seconds of each, one after the other."""
     if device.type != "cuda":
-        return timed(calls[0], device, repeat)
-    return _in_turns([_replay(calls, device, None)], device, repeat)[0]
+        return [seconds(run, device, 1)[0] for run in runs]
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in runs]
+    for run, (start, end) in zip(runs, marks, strict=True):
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) / 1e3 for start, end in marks]
+
+
+def _rate(flop: float, call: Call, device: torch.device, repeat: int) -> float:
+    """FLOP/s of a call, by its median time."""
+    return flop / statistics.median(_in_turns([_replay([call], device, None)], device, repeat)[0])
 
 
 def relative(y: Tensor, want: Tensor) -> float:
@@ -182,13 +192,20 @@ class _Line:
     exact: bool | None = None  # of another library: whether calls give the layer's result; its failure is a line
 
 
-def _row(problem: Problem, line: _Line, seconds: float) -> dict[str, Any]:
-    """The line as data; its rate and the bandwidth, kept in the problem, give the physical limit."""
+def _row(problem: Problem, line: _Line, times: list[float], base: list[float]) -> dict[str, Any]:
+    """The line as data; its rate and the bandwidth, kept in the problem, give the physical limit.
+
+    Args:
+        times, base: seconds of a call of the line and of the 16-bit product, round by round.
+    """
     flop = 2.0 * problem.m * problem.n * problem.k
     moved = line.nbytes + 2 * problem.m * (problem.k + problem.n)
-    floor = max(flop / line.rate, moved / problem.bandwidth)
-    row = {"m": problem.m, "k": problem.k, "n": problem.n, "engine": line.engine, "us": seconds * 1e6}
-    return row | {"tflops": flop / seconds / 1e12, "limit": floor / seconds} | line.more
+    floor, median = max(flop / line.rate, moved / problem.bandwidth), statistics.median(times)
+    ratios = [b / t for b, t in zip(base, times, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    row = {"m": problem.m, "k": problem.k, "n": problem.n, "engine": line.engine, "us": median * 1e6}
+    row |= {"ratio": statistics.median(ratios), "ratio_spread": (high - low) / 2}
+    return row | {"tflops": flop / median / 1e12, "limit": floor / median} | line.more
 
 
 def _bf16(problem: Problem, rates: dict[str, float]) -> _Line:
@@ -241,7 +258,7 @@ def ceilings(device: torch.device, repeat: int, size: int = 8192) -> dict[str, f
     size = size if device.type == "cuda" else 256
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     flop = 2.0 * size**3
-    found = {"bandwidth": copy_bandwidth(device, repeat), "bf16": flop / graph_time([lambda: a @ b.T], device, repeat)}
+    found = {"bandwidth": copy_bandwidth(device, repeat), "bf16": _rate(flop, lambda: a @ b.T, device, repeat)}
     found |= {"fp8": found["bf16"], "int8": found["bf16"]}
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
         a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
@@ -249,7 +266,7 @@ def ceilings(device: torch.device, repeat: int, size: int = 8192) -> dict[str, f
         call = lambda: torch._scaled_mm(  # noqa: E731
             a8, b8.T, scale_a=one, scale_b=one.T, out_dtype=torch.bfloat16, use_fast_accum=True
         )
-        found["fp8"] = found["int8"] = flop / graph_time([call], device, repeat)
+        found["fp8"] = found["int8"] = _rate(flop, call, device, repeat)
     return found
 
 
@@ -270,7 +287,7 @@ def _other(rates: dict[str, float], name: str, unit: str, nbytes: int, calls: li
 
 
 def _measured(problem: Problem, lines: Iterable[_Line], repeat: int) -> list[dict[str, Any]]:
-    """The rows of a shape. Another library's refusal is a line of the table, not the end of it."""
+    """The rows of a shape, the 16-bit product first. Another library's refusal is a line of the table, not its end."""
     rows: list[dict[str, Any]] = []
     ready: list[tuple[int, _Line, tuple[Callable[[], Any], int]]] = []
     on_gpu = problem.device.type == "cuda"
@@ -279,19 +296,16 @@ def _measured(problem: Problem, lines: Iterable[_Line], repeat: int) -> list[dic
         try:
             if line.exact:
                 line.more["layer"] = relative(line.calls[0]()[:ROWS], problem.exact)
-            if on_gpu:
-                ready.append((len(rows), line, _replay(line.calls, problem.device, pool)))
-                rows.append({})
-            else:
-                rows.append(_row(problem, line, timed(line.calls[0], problem.device, repeat)))
+            ready.append((len(rows), line, _replay(line.calls, problem.device, pool)))
+            rows.append({})
         except Exception as error:
             if line.exact is None:
                 raise
             failed = str(error).split("\n")[0][:200]
             rows.append(dict(m=problem.m, k=problem.k, n=problem.n, engine=line.engine, failed=failed))
-    times = _in_turns([replay for *_, replay in ready], problem.device, repeat) if ready else []
-    for (place, line, _), seconds in zip(ready, times, strict=True):
-        rows[place] = _row(problem, line, seconds)
+    times = _in_turns([replay for *_, replay in ready], problem.device, repeat)
+    for (place, line, _), found in zip(ready, times, strict=True):
+        rows[place] = _row(problem, line, found, times[0])
     return rows
 
 
@@ -333,7 +347,7 @@ def measure(
             chosen = engines or [e for e in ENGINES if m > 16 or e == "fp8" or "a16" in e]
             these = _measured(problem, _lines(problem, found, chosen, libraries), repeat)
             for row in these:
-                row |= {"model": model} | ({"ratio": these[0]["us"] / row["us"]} if "us" in row else {})
+                row["model"] = model
             rows += these
             say(result)
     return result
@@ -356,13 +370,14 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
         if before != (r["model"], r["m"], r["k"], r["n"]):
             before = (r["model"], r["m"], r["k"], r["n"])
             out += ["", f"{r['model']}: M {r['m']}, K {r['k']}, N {r['n']}"]
-            out.append(f"  {'':<26} {'us':>8} {'x BF16':>7} {'limit':>6} {'error':>8} {'layer':>8}  kernel, grid")
+            out.append(f"  {'':<26} {'us':>8} {'x BF16':>10} {'limit':>6} {'error':>8} {'layer':>8}  kernel, grid")
         if "failed" in r:
             out.append(f"  {r['engine']:<26} {r['failed']}")
             continue
         wrong = [f"{r[key]:.1e}" if r[key] is not None else "" for key in ("error", "layer")]
         out.append(
-            f"  {r['engine']:<26} {r['us']:>8.1f} {r['ratio']:>7.2f} {r['limit']:>6.0%} {wrong[0]:>8} {wrong[1]:>8}  "
+            f"  {r['engine']:<26} {r['us']:>8.1f} {r['ratio']:>5.2f} ±{r['ratio_spread']:.2f} {r['limit']:>6.0%} "
+            f"{wrong[0]:>8} {wrong[1]:>8}  "
             f"{r['backend']}{', ' * bool(r['grid'])}{r['grid']}"
         )
     return "\n".join(out)

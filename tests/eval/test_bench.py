@@ -204,12 +204,23 @@ def test_engines_of_a_shape_are_timed_in_turns(monkeypatch):
     rows = kernels._measured(problem, lines, 9)
     assert [r["engine"] for r in rows] == ["bf16", "waits", "broken", "exact"]
     assert [r.get("us") for r in rows] == pytest.approx([3e6, 8e6, None, 16e6])
+    assert [r["ratio"] for r in rows if "us" in r] == pytest.approx([1, 3 / 8, 3 / 16])
     assert rows[2]["failed"] == "no such shape" and rows[3]["layer"] == 0
     rounds = "".join({4.0: "a", 2.0: "", 8.0: "b", 16.0: "c"}[s] for s in clock.order[-36:])
     assert all(set(rounds[i : i + 3]) == set("abc") for i in range(0, 27, 3))
     assert len({rounds[i : i + 3] for i in range(0, 27, 3)}) > 2
     with pytest.raises(ValueError, match="no such shape"):
         kernels._measured(problem, [kernels._Line("fp8", [broken], 1e9, 1, {})], 1)
+
+
+def test_ratios_are_of_rounds():
+    """Of a chip that slows by rounds, twice as slow in the end, the ratio stays; its spread is that of the rounds."""
+    problem = SimpleNamespace(m=8, n=16, k=32, bandwidth=1e9)
+    line = kernels._Line("fp8", [], 1e9, 1, {})
+    row = kernels._row(problem, line, [1.0, 1.25, 1.5, 1.75, 2.0], [2.0, 2.5, 3.0, 3.5, 4.0])
+    assert row["ratio"] == 2.0 and row["ratio_spread"] == 0.0 and row["us"] == 1.5e6
+    row = kernels._row(problem, line, [1.0] * 5, [1.0, 1.1, 1.2, 1.3, 1.4])
+    assert row["ratio"] == pytest.approx(1.2) and row["ratio_spread"] == pytest.approx(0.15)
 
 
 def test_a_run_that_stops_keeps_its_shapes(tmp_path, capsys, monkeypatch):
