@@ -92,7 +92,8 @@ def _join(parts: list[tuple[slice, Tensor]], spec: QuantSpec) -> Tensor:
 def effective_scale(scales: Scales, spec: QuantSpec) -> Tensor:
     """[R, G] float32 scales without the second level, whatever they are stored as."""
     if spec.scale_format == "e8m0":
-        return torch.ldexp(torch.ones_like(scales.scale, dtype=torch.float32), scales.scale.to(torch.int32) - 127)
+        power = torch.ldexp(torch.ones_like(scales.scale, dtype=torch.float32), scales.scale.to(torch.int32) - 127)
+        return power.masked_fill(scales.scale == 255, torch.nan)
     if spec.scale_format == "int8_double":
         second, mean = scales.global_scale[:-1], scales.global_scale[-1]
         flat = scales.scale.to(torch.float32).flatten()
@@ -186,7 +187,7 @@ def _second_level(
         # As torch divides a number by a tensor: through the reciprocal.
         unit = rounded(rounded(1.0 / whole.clamp(min=_TINY), dtype) * top, dtype)
         return torch.where(torch.isfinite(unit), unit, 1.0)  # where it overflows, also for a tensor of zeros
-    return torch.where(whole > 0, divide(whole, top).clamp(min=_TINY), 1.0)
+    return torch.where(whole == 0, 1.0, divide(whole, top).clamp(min=_TINY))
 
 
 def executed_amax(parts: Sequence[Tensor], spec: QuantSpec) -> Tensor | None:
@@ -239,18 +240,19 @@ def _with_statistics(blocks: Blocks, shape, importance: Tensor | None, hessian: 
 
 
 def _piece_scale(blocks: Blocks, rule) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of every block; blocks of zeros get the profile's choice."""
-    if blocks.spec.has_zero_point:
-        return asymmetric(blocks, rule)
-    scale = rule.choose(blocks, **dict(blocks.spec.rule_params))
-    return torch.where((block_amax(blocks.x) > 0) & (scale > 0), scale, convention(blocks.spec).zero), scale
+    """Scale and zero point of every block: for zeros the profile's choice, for NaN and Inf, which codes hide, NaN."""
+    top, asym = block_amax(blocks.x), blocks.spec.has_zero_point
+    scale, zero = asymmetric(blocks, rule) if asym else (rule.choose(blocks, **dict(blocks.spec.rule_params)), top)
+    if not asym:
+        scale = torch.where((top > 0) & (scale > 0), scale, convention(blocks.spec).zero)
+    return torch.where(torch.isfinite(top), scale, torch.nan), zero
 
 
 def _stored(scale: Tensor, unit: Tensor | None, zero_point: Tensor | None, spec: QuantSpec) -> Scales:
     """Float32 scales in their storage format."""
     if spec.scale_format == "e8m0":
-        exponent = torch.frexp(scale).exponent - 1
-        return Scales((exponent + 127).clamp(0, 254).to(torch.uint8), unit, zero_point)
+        code = (torch.frexp(scale).exponent + 126).clamp(0, 254)
+        return Scales(code.masked_fill(scale.isnan(), 255).to(torch.uint8), unit, zero_point)
     if spec.scale_format == "int8_double":
         return Scales(*_double_quantized(scale), zero_point)
     return Scales(scale.to(spec.scale_dtype), unit, zero_point)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dq.qtensor import QTensor, effective_scale, encode, fake_quantize, quantize
+from dq.qtensor import QTensor, choose_scale, effective_scale, encode, fake_quantize, quantize
 from dq.registry import DQError
 from dq.spec import FORMATS, SCALE_DTYPES, SPECS, QuantSpec
 
@@ -245,6 +245,23 @@ def test_nan_and_inf_are_refused_by_name(spec, bad):
     x[1, 7] = bad
     with pytest.raises(DQError, match=r"blocks\.3\.to_q\.weight holds 1 NaN or Inf"):
         quantize(x, spec, name="blocks.3.to_q.weight")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "text",
+    [*(s.name for s in SPECS), "int4/token", "uint4/group32", "int4/group32/fp16", "nvfp4-token@4over6", "mxfp4@rceil"],
+)
+def test_no_grid_hides_what_is_not_finite(text, bad):
+    """In codes a NaN would be a number: so the scale says it, of E8M0 by the code that OCP MX 1.0 gives to NaN."""
+    spec, x = QuantSpec.parse(text), torch.randn(3, 128)
+    x[1, 5] = bad
+    q = encode(x, choose_scale(x, spec), spec)
+    for out in (fake_quantize(x, spec), q.dequantize()):
+        assert not torch.isfinite(out[1]).all()
+    if spec.scale_format == "e8m0":
+        assert (q.scale == 255).nonzero().tolist() == [[1, 0]] and out[1, :32].isnan().all()
+        assert torch.isfinite(out[1, 32:]).all() and torch.isfinite(out[::2]).all()
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3, 4)])

@@ -34,19 +34,19 @@ def _base(x: Tensor, scales: Scales, grid: Grid, spec: QuantSpec, beside: Tensor
     if grid.kind == "fp8":
         amax = torch.maximum(amax, beside)
         tiny = torch.finfo(torch.float32).tiny
-        return torch.where(amax > 0, divide(amax, 448.0).clamp(min=tiny), 1.0), second
+        return torch.where(amax == 0, 1.0, divide(amax, 448.0).clamp(min=tiny)), second
     scale = effective_scale(scales, spec)
     if grid.kind in _WHOLE:
         base, second = second, scale
     elif grid.kind == "nvfp4":
         base, second = torch.full_like(amax, 8.0), scales.global_scale
     else:
-        # Of the groups that are not zero: a zero one has any scale.
+        # Of the groups that are not zero (NaN is not): a zero one has any scale.
         filled = torch.nn.functional.pad(x, (0, -x.shape[1] % spec.columns)).unflatten(1, (-1, spec.columns))
-        top = torch.where(filled.abs().amax(2) > 0, scale, 0.0).amax(1, keepdim=True)
+        top = torch.where(filled.abs().amax(2) == 0, 0.0, scale).amax(1, keepdim=True)
         share = {"int4-group": 1 / 32, "mxfp4": 1 / 64, "mxfp8": 1.0}[grid.kind]
-        base = torch.where(top > 0, top * share, 1.0)
-    return base * power(ceil_log2((beside / (448.0 * (base * second))).clamp(min=1.0))), second
+        base = torch.where(top == 0, 1.0, top * share)
+    return base * power(ceil_log2((beside / (448.0 * (base * second))).clamp(min=1.0))) + beside * 0.0, second
 
 
 def _values(x: Tensor, scales: Scales, grid: Grid, spec: QuantSpec, base: Tensor) -> tuple[Tensor, Tensor]:

@@ -130,7 +130,7 @@ def _token(x: Tensor, extra: Tensor | None, top: float = 448.0) -> tuple[Tensor,
     amax = x.abs().amax(1, keepdim=True)
     if extra is not None:
         amax = torch.maximum(amax, extra.to(torch.float32).abs().amax(1, keepdim=True))
-    scale = torch.where(amax > 0, divide(amax, top).clamp(min=_TINY), 1.0)
+    scale = torch.where(amax == 0, 1.0, divide(amax, top).clamp(min=_TINY))
     return x / scale, scale
 
 
@@ -147,7 +147,7 @@ def _executed(x: Tensor, grid: QuantSpec, extra: Tensor | None) -> tuple[Tensor,
     if extra is not None:
         whole = row if factor is None else row * factor
         ratio = extra.to(torch.float32).abs().amax(1, keepdim=True) / (448.0 * whole)
-        row = row * power(ceil_log2(ratio.clamp(min=1.0)))
+        row = row * power(ceil_log2(ratio.clamp(min=1.0))) + ratio * 0.0
     codes = grid.fmt.unpack_values(encode(x, scales, grid).codes, grid.padded_width(x.shape[1]))
     steps = (block / row).repeat_interleave(grid.columns or x.shape[1], 1)[:, : x.shape[1]]
     return codes[:, : x.shape[1]] * steps, row if factor is None else row * factor

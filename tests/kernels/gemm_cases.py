@@ -206,7 +206,8 @@ def teach_interpreter() -> None:
         else:
             value = codes.view(E4M3).double()
         byte = stored(scale)
-        factor = byte.view(E4M3).double() if scale.dtype == tl.float8e4nv else 2.0 ** (byte.double() - 127)
+        exponents = torch.where(byte == 255, torch.nan, 2.0 ** (byte.double() - 127))
+        factor = byte.view(E4M3).double() if scale.dtype == tl.float8e4nv else exponents
         return value * factor.repeat_interleave(value.shape[1] // factor.shape[1], 1)
 
     def product(self, a, sa, form, b, sb, form_b, fast, a_along_k, b_along_k, total):
@@ -238,6 +239,27 @@ def defined(x: torch.Tensor, params, grid: str) -> torch.Tensor:
         q = fake_quantize(q, QuantSpec.parse(grid)) if params.input_scale is None else pre_quantized(x, params)
     y = q.double() @ params.weight.dequantize().double().T + params.bias.double()
     return y if params.down is None else y + x.double() @ params.down.double().T @ params.up.double().T
+
+
+def broken_rows(device: str) -> Iterator[str]:
+    """A row with a NaN or an infinity does not come out finite, from any backend; the others do."""
+    marks = ((0, torch.nan), (4, torch.inf), (6, -torch.inf))
+    for i, (weights, grid) in enumerate((*LAYERS, ("int4/group64", "int4/group32/fp16"))):
+        if not mine():
+            continue
+        params = layer(weights, grid, 64, 128, i % 2 == 0).to(device).params
+        for backend in BACKENDS:
+            if backend.refuse(params, torch.device(device), torch.bfloat16):
+                continue
+            for m in (1, 7) if device == "cpu" else (1, 7, 33, 300):
+                x, told = sample(m, 128).bfloat16(), torch.zeros(m, dtype=torch.bool)
+                for row, bad in marks[: 1 if m < 7 or params.input_scale is not None else 3]:  # a given range saturates
+                    x[row, 5], told[row] = bad, True
+                if device == "cpu" and backend.name == "cublaslt-fp8" and params.input_scale is not None and m > 1:
+                    continue  # the interpreter's products have no NaN of E4M3
+                hidden = torch.isfinite(backend.run(x.to(device), params)).cpu()
+                if hidden[told].any() or not hidden[~told].all():
+                    yield f"{backend.name} {weights} {grid}, {m} rows: finite {hidden.float().mean(1).tolist()}"
 
 
 def _interpreted(name: str, extras: bool, first: bool) -> list[tuple[int, torch.dtype]]:
@@ -327,7 +349,7 @@ def residual_layers(device: str) -> Iterator[str]:
                 yield f"{name} with residual channels, dual {dual}: {why} {wrong:.2e}"
 
 
-PARTS = (expansions, few_rows, one_row, products, block_products, backends, residual_layers)
+PARTS = (expansions, few_rows, one_row, products, block_products, backends, residual_layers, broken_rows)
 
 
 def main(parts: tuple) -> int:

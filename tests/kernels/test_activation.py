@@ -92,6 +92,7 @@ def test_compiles_for(generation, tmp_path, monkeypatch):
         assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) == each // 8
         assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx)) == (each // 2 if generation >= 90 else 0)
         assert not re.search(r"cvt\S*e4m3", ptx) or generation >= 90
+        assert not re.search(r"\bmax\.f32", ptx) and len(re.findall(r"\bmax\.NaN\.f32", ptx)) >= each // 2 - 1
     assert ptx_count(rotated, "shfl") - ptx_count(plain, "shfl") == 3 * each // 2
     assert not re.search(r"\bmma|wgmma|tcgen05", rotated)
     whole = _ptx(generation, ROTATE=256, SMOOTH=True, KIND="int4", TARGET="int8", FRONT="layernorm", ADALN=True)

@@ -2,13 +2,16 @@
 
 A row has a factor, applied after the product: `base` here, times a second level: that of NVFP4, or the scale of a whole
 row. Values are code times block scale over base; blocks lie along the row, see `rotate.group_max`.
+
+What is not finite leaves the scale of its row or block so, and with it all that the product makes of it: a code cannot
+say it.
 """
 
 import triton
 import triton.language as tl
 
 from dq.kernels.activation.jit.rotate import group_max, pair_sum
-from dq.kernels.quantize.jit.floats import divide, e4m3_value, round_float
+from dq.kernels.quantize.jit.floats import divide, e4m3_value, larger, largest, level, round_float
 from dq.scales.block import WINDOW
 
 LOW, HIGH = (tl.constexpr(i) for i in WINDOW)  # of `sweep`
@@ -83,12 +86,19 @@ def exp2_int(k):
 
 
 @triton.jit
+def shared_exponent(a, TOP: tl.constexpr, RULE: tl.constexpr, MANTISSA: tl.constexpr):
+    """Block scales of MX; NaN, which E8M0 has, where the maximum is not finite."""
+    return exp2_int(power_of_two(a, TOP, RULE, MANTISSA)) + a * 0.0
+
+
+@triton.jit
 def stored(scale, HALF: tl.constexpr):
-    """A group scale as its format holds it: float32, or FP16 within its range, and never 0."""
+    """A group scale as its format holds it: float32, or FP16 within its range, and never 0; NaN if not finite."""
     if HALF:
-        return tl.minimum(tl.maximum(scale, 5.9604644775390625e-08), 65504.0).to(tl.float16).to(tl.float32)
+        held = tl.minimum(tl.maximum(scale, 5.9604644775390625e-08), 65504.0).to(tl.float16).to(tl.float32)
+        return held + scale * 0.0
     else:
-        return tl.maximum(scale, TINY)
+        return larger(scale, TINY)
 
 
 @triton.jit
@@ -97,25 +107,24 @@ def row_levels(top, beside, KIND: tl.constexpr, HALF: tl.constexpr, RULE: tl.con
     columns, fits E4M3 too."""
     unit = tl.full((), 1.0, tl.float32)
     if KIND == "fp8":
-        top = tl.maximum(top, beside)
-        base = tl.where(top > 0, tl.maximum(tl.div_rn(top, 448.0), TINY), 1.0)
+        base = level(larger(top, beside), 448.0)
     elif KIND == "int8" or KIND == "int4":
         base = unit
-        unit = tl.where(top > 0, tl.maximum(tl.div_rn(top, 127.0 if KIND == "int8" else 7.0), TINY), 1.0)
+        unit = level(top, 127.0 if KIND == "int8" else 7.0)
     elif KIND == "int4-group":
-        base = tl.where(top > 0, stored(tl.div_rn(top, 7.0), HALF) * 0.03125, 1.0)
+        base = tl.where(top == 0, 1.0, stored(tl.div_rn(top, 7.0), HALF) * 0.03125)
     elif KIND == "nvfp4":  # 4over6 needs room above: its scales reach 384 where the second level is that of 256
-        unit = tl.where(top > 0, tl.maximum(tl.div_rn(top, 1536.0 if RULE == "4over6" else 2688.0), TINY), 1.0)
+        unit = level(top, 1536.0 if RULE == "4over6" else 2688.0)
         base = unit * 0.0 + 8.0
     elif KIND == "mxfp4":
-        base = tl.where(top > 0, exp2_int(tl.maximum(power_of_two(top, 6.0, RULE, 1) - 6, -126)), 1.0)
+        base = tl.where(top == 0, 1.0, exp2_int(tl.maximum(power_of_two(top, 6.0, RULE, 1) - 6, -126)) + top * 0.0)
     elif KIND == "mxfp8":
-        base = tl.where(top > 0, exp2_int(power_of_two(top, 448.0, RULE, 3)), 1.0)
+        base = tl.where(top == 0, 1.0, shared_exponent(top, 448.0, RULE, 3))
     else:
         base = unit
     if KIND != "fp8" and KIND != "int8":
         ratio = tl.maximum(tl.div_rn(beside, 448.0 * (base * unit)), 1.0)
-        base = base * exp2_int(((ratio.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) - 127)
+        base = base * exp2_int(((ratio.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) - 127) + beside * 0.0
     return base, unit
 
 
@@ -180,21 +189,21 @@ def rounded(
     elif KIND == "int8" or KIND == "int4":
         return round_whole(quotient(y, unit, EXACT, FUSED)), scale * tl.div_rn(1.0, base), scale
     else:
-        top = group_max(tl.max(tl.abs(y), axis=1), GROUP, C)
+        top = group_max(largest(tl.abs(y), 1, False, FUSED), GROUP, FUSED, C)
         if KIND == "fp8-group":
-            own = tl.where(top > 0, tl.maximum(tl.div_rn(top, 448.0), TINY), 1.0)
+            own = level(top, 448.0)
             v, share, scale = quotient(y, own[:, None], EXACT, FUSED), scale, own
         elif KIND == "int4-group":
-            scale = tl.where(top > 0, stored(tl.div_rn(top, 7.0), HALF), 1.0)
+            scale = tl.where(top == 0, 1.0, stored(tl.div_rn(top, 7.0), HALF))
             v = round_whole(quotient(y, scale[:, None], EXACT, FUSED))
             share = tl.div_rn(scale, base)
         elif KIND == "nvfp4":
             v, scale = _nvfp4(y, top, unit, RULE, EXACT, FUSED, C)
         elif KIND == "mxfp4":
-            scale = exp2_int(power_of_two(top, 6.0, RULE, 1))
+            scale = shared_exponent(top, 6.0, RULE, 1)
             v = round_signed(y * (1.0 / scale)[:, None], 0, 1, 6.0)
         else:
-            scale = exp2_int(power_of_two(top, 448.0, RULE, 3))
+            scale = shared_exponent(top, 448.0, RULE, 3)
             v = round_signed(y * (1.0 / scale)[:, None], -6, 3, 448.0)
         if KIND == "nvfp4" or KIND == "mxfp4" or KIND == "mxfp8":
             share = scale * tl.div_rn(1.0, base)  # base is a power of two

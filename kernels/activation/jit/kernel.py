@@ -6,6 +6,7 @@ import triton.language as tl
 from dq.kernels.activation.jit import front
 from dq.kernels.activation.jit.grids import e4m3_bits, nibbles, round_signed, rounded, row_levels, scale_bytes
 from dq.kernels.activation.jit.rotate import chunk_of, rotate
+from dq.kernels.quantize.jit.floats import larger, largest
 
 
 @triton.jit
@@ -157,13 +158,13 @@ def activate_kernel(
             tiles[t], places[t], mod_scale_ptr + group, mod_shift_ptr + group, shift_ptr, inverse_ptr,
             K, ADALN, SHIFT, SMOOTH, ROTATE, C,
         )  # fmt: skip
-        top = tl.maximum(top, tl.max(tl.max(tl.abs(y), axis=1), axis=0))
+        top = larger(top, largest(largest(tl.abs(y), 1, False, FUSED), 0, False, FUSED))
         done = done + (y,)
     beside = 0.0
     if EXTRA:
         column = tl.arange(0, EXTRA)
         t = tl.load(extra_ptr + row * extra_stride + column, mask=column < rank, other=0.0).to(tl.float32)
-        beside = tl.max(tl.abs(t), axis=0)
+        beside = largest(tl.abs(t), 0, False, FUSED)
     base, unit = row_levels(top, beside, KIND, HALF, RULE)
     EXACT: tl.constexpr = ROTATE == 0
     BLOCKS: tl.constexpr = (K + RESIDUAL + (RESIDUAL if DUAL else 0) + GROUP - 1) // GROUP if GROUP else 0

@@ -11,6 +11,8 @@ stays within a thread and the other one takes one shuffle for two elements.
 import triton
 import triton.language as tl
 
+from dq.kernels.quantize.jit.floats import largest
+
 
 @triton.jit
 def chunk_of(C: tl.constexpr):
@@ -30,18 +32,19 @@ def split_bits(m, C: tl.constexpr):
 
 
 @triton.jit
-def group_max(m, GROUP: tl.constexpr, C: tl.constexpr):
-    """Maximum over the chunks of each group of 8, 16, 32, 64 or 128 elements, at all their places: [C] to [C]."""
+def group_max(m, GROUP: tl.constexpr, FUSED: tl.constexpr, C: tl.constexpr):
+    """Maximum of m >= 0 over the chunks of each group of 8, 16, 32, 64 or 128 elements, at all their places: [C] to
+    [C]."""
     if GROUP == 8:
         return m
     wide = tl.zeros((2, 2, C // 32, 2, 2, 2), tl.float32)
-    m = tl.max(split_bits(m, C), axis=5, keep_dims=True)
+    m = largest(split_bits(m, C), 5, True, FUSED)
     if GROUP >= 32:
-        m = tl.max(m, axis=1, keep_dims=True)
+        m = largest(m, 1, True, FUSED)
     if GROUP >= 64:
-        m = tl.max(m, axis=4, keep_dims=True)
+        m = largest(m, 4, True, FUSED)
     if GROUP >= 128:
-        m = tl.max(m, axis=0, keep_dims=True)
+        m = largest(m, 0, True, FUSED)
     return tl.reshape(m + wide, (C,))
 
 

@@ -8,8 +8,9 @@ products are added in float32, exact but for the order of sums.
 import triton
 import triton.language as tl
 
-from dq.kernels.activation.jit.grids import TINY, quotient, round_signed
+from dq.kernels.activation.jit.grids import quotient, round_signed
 from dq.kernels.gemm.jit.decode import E4M3, byte_value
+from dq.kernels.quantize.jit.floats import larger, largest, level
 
 
 @triton.jit
@@ -18,7 +19,7 @@ def _value(code, NATIVE: tl.constexpr):
     if NATIVE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     else:
-        return byte_value(code, E4M3)
+        return tl.where((code & 0x7F) == 0x7F, float("nan"), byte_value(code, E4M3))
 
 
 @triton.jit
@@ -69,7 +70,7 @@ def _added(total, w, x, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _row_scale(x_ptr, column, k, each, C: tl.constexpr):
+def _row_scale(x_ptr, column, k, each, NATIVE: tl.constexpr, C: tl.constexpr):
     """max |x| / 448, as dq.kernels.activation gives it; many loads at a time, for nothing else is under way yet."""
     top = tl.zeros((C, 8), tl.float32)
     for i in range(0, each, 8):
@@ -78,9 +79,8 @@ def _row_scale(x_ptr, column, k, each, C: tl.constexpr):
             at = column + (i + u) * (C * 8)
             xs = xs + (tl.load(x_ptr + at, mask=at < k, other=0.0),)
         for u in tl.static_range(8):
-            top = tl.maximum(top, tl.abs(xs[u].to(tl.float32)))
-    top = tl.max(tl.max(top, axis=1), axis=0)
-    return tl.where(top > 0, tl.maximum(tl.div_rn(top, 448.0), TINY), 1.0)
+            top = larger(top, tl.abs(xs[u].to(tl.float32)))
+    return level(largest(largest(top, 1, False, NATIVE), 0, False, NATIVE), 448.0)
 
 
 @triton.jit(do_not_specialize=["each"])
@@ -105,7 +105,7 @@ def row8_kernel(
     column = tl.arange(0, C)[:, None] * 8 + tl.arange(0, 8)[None, :]
     factor = 1.0
     if ROUND:
-        factor = _row_scale(x_ptr, column, k, each * U, C)
+        factor = _row_scale(x_ptr, column, k, each * U, NATIVE, C)
     elif FACTOR:
         factor = tl.load(factor_ptr)
     total = tl.zeros((R, C, 2), tl.float32)

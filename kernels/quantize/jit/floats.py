@@ -5,6 +5,31 @@ import triton.language as tl
 
 
 @triton.jit
+def larger(a, b):
+    """The larger one; NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(a, AXIS: tl.constexpr, KEEP: tl.constexpr, FUSED: tl.constexpr):
+    """Maximum of a >= 0 along an axis, with a NaN among them NaN: `tl.max` would leave it out.
+
+    FUSED: as of `divide`. The interpreter is quick about maxima that it knows; bits are ordered like such numbers, with
+    NaN above all.
+    """
+    if FUSED:
+        return tl.reduce(a, AXIS, larger, keep_dims=KEEP)
+    else:
+        return tl.max(a.to(tl.int32, bitcast=True), axis=AXIS, keep_dims=KEEP).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def level(top, TOP: tl.constexpr):
+    """Scale at which the maximum `top` lands on TOP: normal, 1 where all is 0, not finite where `top` is not."""
+    return tl.where(top == 0, 1.0, larger(tl.div_rn(top, TOP), 1.1754943508222875e-38))
+
+
+@triton.jit
 def round_float(a, LOW: tl.constexpr, MANTISSA: tl.constexpr):
     """Rounds a >= 0, at most the grid's largest value, half to even; returns (value, code).
 

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from dq.kernels.quantize.jit.floats import e4m3_value, inverse_power, round_float
-from dq.kernels.quantize.jit.nvfp4 import TINY, _elements, _swept
+from dq.kernels.quantize.jit.floats import e4m3_value, inverse_power, level, round_float
+from dq.kernels.quantize.jit.nvfp4 import _elements, _swept
 
 
 @triton.jit
@@ -13,7 +13,7 @@ def values_kernel(
     SWEEP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     FULL: tl.constexpr, FUSED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCKS consecutive blocks of 16, counted over all rows. What is not finite becomes NaN.
+    """One program: BLOCKS consecutive blocks of 16, counted over all rows. A row with what is not finite is NaN.
 
     Args:
         amax_ptr: float32 [rows], what the second level of each row covers.
@@ -31,7 +31,7 @@ def values_kernel(
         at, mask = row[:, None] * width + column, inside[:, None] & (column < width)
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     whole = tl.load(amax_ptr + row, mask=inside, other=0.0)
-    unit = tl.where(whole > 0, tl.maximum(tl.div_rn(whole, 2688.0), TINY), 1.0)
+    unit = level(whole, 2688.0)
     power = inverse_power(unit)
     a = tl.abs(x)
     near, top = a * power[:, None], tl.max(a, axis=1)
