@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dq.constants import constant
+from dq.constants import constant, look_up
 from dq.registry import DQError, Registry, check_fields, suggest, typed
 
 STRATEGIES = ("tensor", "channel", "token", "group", "block")
@@ -115,20 +115,20 @@ class Format:
         """Storage [..., packed] -> float32 values [..., width]; the inverse of `decode` after `pack`."""
         if self.table is None:
             return self.decode(self.unpack(stored, width))
-        pairs = constant(lambda: _pair_table(self, stored.device), stored)[stored.to(torch.int32)]
-        return pairs.flatten(-2)[..., :width]
+        pairs = look_up(constant(lambda: _pair_table(self, stored.device), stored), stored)
+        return pairs.view(torch.float32)[..., :width]
 
 
 _PAIRS: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def _pair_table(fmt: Format, device: torch.device) -> Tensor:
-    """[256, 2] float32: the two values held by each byte. One gather decodes two codes."""
+    """[256]: the two float32 that each byte holds, as one int64. One gather decodes two codes."""
     key = (fmt.name, device)
     if key not in _PAIRS:
         values = torch.tensor(fmt.table, dtype=torch.float32)
         byte = torch.arange(256)
-        _PAIRS[key] = torch.stack([values[byte & 0xF], values[byte >> 4]], dim=-1).to(device)
+        _PAIRS[key] = torch.stack([values[byte & 0xF], values[byte >> 4]], -1).view(torch.int64)[:, 0].to(device)
     return _PAIRS[key]
 
 
