@@ -53,7 +53,14 @@ def _launch(a, b, sa, sb, bias, low, up, group, rows, dtype) -> Tensor:
         partial = torch.empty(grid[1], m, n, dtype=torch.float32, device=a.device)
         counter = counters(a.device, grid[0])
     factors = (out, out) if low is None else (low.contiguous(), up.contiguous())
-    data = (a.contiguous(), b.contiguous(), sa.contiguous(), sb.contiguous(), out if bias is None else bias, *factors)
+    data = (
+        a.contiguous(),
+        b.contiguous(),
+        sa.contiguous(),
+        sb.contiguous(),
+        out if bias is None else bias.contiguous(),
+        *factors,
+    )
     rank = 0 if low is None else low.shape[1]
     sizes = (m, n, k, sa.shape[1], rows, rank, each, grid[1])
     launch(gemm_kernel, grid, (*data, out, partial, counter, *sizes), constants)

@@ -107,7 +107,14 @@ def _launch_row(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
         bias is not None, x.dtype == torch.float16, x.device,
     )  # fmt: skip
     words, scales = codes.view(torch.int32), expansion.as_bytes(scale)
-    data = (x.contiguous(), words, scales, scales if unit is None else unit, out if bias is None else bias, out)
+    data = (
+        x.contiguous(),
+        words,
+        scales,
+        scales if unit is None else unit,
+        out if bias is None else bias.contiguous(),
+        out,
+    )
     sizes = (n, k, groups, words.stride(0), rows or n, each, 1)
     launch(row_kernel, (-(-n // constants["R"]),), (*data, *sizes), constants)
     return out
@@ -172,7 +179,7 @@ def _launch(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
     scales = expansion.as_bytes(scale)
     data = (
         x.contiguous(), expansion.as_bytes(codes).view(torch.uint8), scales, scales if unit is None else unit,
-        out if bias is None else bias, out, partial, counter,
+        out if bias is None else bias.contiguous(), out, partial, counter,
     )  # fmt: skip
     launch(gemv_kernel, (tiles, split), (*data, m, n, k, groups, codes.shape[1], rows or n, each, split), constants)
     return out

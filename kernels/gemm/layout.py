@@ -108,8 +108,9 @@ def spread(scale: Tensor, layout: Layout, rows: int, width: int) -> Tensor:
 
 
 def parts(weight: QTensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(codes, scale, second level) as the operators take them; in the place of a second level, zero points if any."""
-    if weight.zero_point is not None:
-        return weight.codes, weight.scale, weight.zero_point
-    unit = None if weight.global_scale is None else weight.global_scale.reshape(-1)
-    return weight.codes, weight.scale, unit
+    """(codes, scale, second level) as the operators take them, dense; in the place of a second level, zero points if
+    any."""
+    codes, scale, unit = weight.codes.contiguous(), weight.scale.contiguous(), weight.zero_point
+    if unit is None and weight.global_scale is not None:
+        unit = weight.global_scale.reshape(-1)
+    return codes, scale, unit if unit is None else unit.contiguous()

@@ -51,8 +51,9 @@ def _launch(x, factor, codes, scale, bias, round, dtype) -> Tensor:
     if not n:
         return out
     constants, each = _plan(n, k, round, factor is not None, bias is not None, x.device)
+    codes, scale = codes.contiguous(), scale.contiguous()
     data = (as_bytes(x.contiguous()), scale if factor is None else factor, as_bytes(codes), scale)
-    data = (*data, out if bias is None else bias, out)
+    data = (*data, out if bias is None else bias.contiguous(), out)
     launch(row8_kernel, (-(-n // constants["R"]),), (*data, n, k, codes.stride(0), each), constants)
     return out
 

@@ -5,12 +5,13 @@ A script, as gemm_cases.py, with the same arguments: TRITON_INTERPRET=1 python f
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from gemm_cases import E4M3, error, main, mine, on_device, sample
 
 from dq.kernels import library
-from dq.kernels.gemm import gemm, row8, rows
+from dq.kernels.gemm import gemm, gemv, row8, rows
 from dq.qtensor import quantize
 from dq.spec import QuantSpec
 
@@ -82,5 +83,29 @@ def split_products(device: str) -> Iterator[str]:
                 yield f"split {m}x{n}x{k} {grid}: {error(y, want):.2e}, {torch.equal(y, again)}, counters left {left}"
 
 
+def views(device: str) -> Iterator[str]:
+    """Weights, scales and biases that are views with steps give what their copies give."""
+    for text in ("fp8_e4m3/channel", "int4/group64", "nvfp4"):
+        if not mine():
+            continue
+        whole = on_device(quantize(sample(32, 128), QuantSpec.parse(text)), device)
+        part = replace(whole, codes=whole.codes[::2], scale=whole.scale[::2], shape=(16, 128))
+        dense = replace(part, codes=part.codes.contiguous(), scale=part.scale.contiguous())
+        bias = sample(32).to(device)[::2]
+        for m in (1, 3):
+            x = sample(m, 256).half().to(device)[:, ::2]
+            want = gemv.weight_only(x.contiguous(), dense, bias.contiguous())
+            if not torch.equal(gemv.weight_only(x, part, bias), want):
+                yield f"views of {text}, {m} rows"
+            if text == "fp8_e4m3/channel":
+                a, sa = rows.by_torch(x, [], rows.FP8, "e4m3")
+                want = gemm.gemm(a, dense.codes, sa, dense.scale, bias.contiguous())
+                if not torch.equal(gemm.gemm(a, part.codes, sa, part.scale, bias), want):
+                    yield f"views in a product, {m} rows"
+                want = row8.rounding(x[:1].contiguous(), dense.codes, dense.scale, bias.contiguous())
+                if not torch.equal(row8.rounding(x[:1], part.codes, part.scale, bias), want):
+                    yield "views, one row rounded"
+
+
 if __name__ == "__main__":
-    sys.exit(main((one_row_of_fp8, split_products)))
+    sys.exit(main((one_row_of_fp8, split_products, views)))
