@@ -22,6 +22,7 @@ TYPES = {
 }  # fmt: skip
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_MOST = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -37,28 +38,37 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
     """(metadata, tensors) of a file. Long lists of the metadata are left out.
 
     Raises:
-        DQError: no GGUF file, another version, an unknown type, or fewer bytes than the header says.
+        DQError: no GGUF file, another version, an unknown type, a damaged header, or fewer bytes than it says.
     """
     with open(path, "rb") as file:
         if file.read(4) != b"GGUF":
             raise DQError(f"{path.name} is no GGUF file")
-        version, count, pairs = _take(file, "<I"), _take(file, "<Q"), _take(file, "<Q")
-        if version not in (2, 3):
-            raise DQError(f"{path.name} has GGUF version {version}, only 2 and 3 are read")
-        metadata = {_text(file): _value(file, _take(file, "<I")) for _ in range(pairs)}
-        tensors, end = {}, 0
-        for _ in range(count):
-            name = _text(file)
-            shape = tuple(reversed([_take(file, "<Q") for _ in range(_take(file, "<I"))]))
-            number, offset = _take(file, "<I"), _take(file, "<Q")
-            if number not in TYPES:
-                raise DQError(f"{path.name}: {name} has the unknown ggml type {number}")
-            kind, block, size = TYPES[number]
-            tensors[name] = Entry(shape, kind, prod(shape) // block * size)
-            end = max(end, offset + tensors[name].nbytes)
-        start = file.tell() + -file.tell() % int(metadata.get("general.alignment", 32))
-        if path.stat().st_size < start + end:
-            raise DQError(f"{path.name} is truncated: its header describes {start + end} bytes")
+        try:
+            return _header(file, path)
+        except DQError:
+            raise
+        except (struct.error, LookupError, ArithmeticError, ValueError, TypeError, RecursionError) as error:
+            raise DQError(f"{path.name} is damaged or truncated: its header cannot be read ({error})") from error
+
+
+def _header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
+    version, count, pairs = _take(file, "<I"), _take(file, "<Q"), _take(file, "<Q")
+    if version not in (2, 3):
+        raise DQError(f"{path.name} has GGUF version {version}, only 2 and 3 are read")
+    metadata = {_text(file): _value(file, _take(file, "<I")) for _ in _counted(pairs)}
+    tensors, end = {}, 0
+    for _ in _counted(count):
+        name = _text(file)
+        shape = tuple(reversed([_take(file, "<Q") for _ in _counted(_take(file, "<I"))]))
+        number, offset = _take(file, "<I"), _take(file, "<Q")
+        if number not in TYPES:
+            raise DQError(f"{path.name}: {name} has the unknown ggml type {number}")
+        kind, block, size = TYPES[number]
+        tensors[name] = Entry(shape, kind, prod(shape) // block * size)
+        end = max(end, offset + tensors[name].nbytes)
+    start = file.tell() + -file.tell() % int(metadata.get("general.alignment", 32))
+    if path.stat().st_size < start + end:
+        raise DQError(f"{path.name} is truncated: its header describes {start + end} bytes")
     return metadata, tensors
 
 
@@ -67,8 +77,19 @@ def _take(file: BinaryIO, form: str) -> Any:
     return struct.unpack(form, data)[0]
 
 
+def _counted(n: int) -> range:
+    """As many turns as a header says; no file of this kind has more than 2^26 of anything.
+
+    Raises:
+        ValueError: more.
+    """
+    if n > _MOST:
+        raise ValueError(f"it counts {n} entries")
+    return range(n)
+
+
 def _text(file: BinaryIO) -> str:
-    return file.read(_take(file, "<Q")).decode("utf-8", "replace")
+    return file.read(len(_counted(_take(file, "<Q")))).decode("utf-8", "replace")
 
 
 def _value(file: BinaryIO, kind: int) -> Any:
@@ -77,5 +98,5 @@ def _value(file: BinaryIO, kind: int) -> Any:
     if kind != _ARRAY:
         return _take(file, f"<{_NUMBERS[kind]}")
     kind, count = _take(file, "<I"), _take(file, "<Q")
-    values = [_value(file, kind) for _ in range(count)]
+    values = [_value(file, kind) for _ in _counted(count)]
     return values if count <= 16 else f"{count} values"

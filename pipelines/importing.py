@@ -162,7 +162,21 @@ def _transformers(files: Files, stored: dict[str, Stored], dtype: torch.dtype | 
         raise DQError("config.json names no model class of transformers")
     stored, plain = _own_names(cls, config, stored, files.tensors)
     config.quantization_config, tensors = _buffers(stored, files.path)
-    return cls.from_pretrained(None, config=config, state_dict=plain | tensors, dtype=dtype or config.dtype)
+    return _loaded(cls, config, plain | tensors, dtype or config.dtype)
+
+
+def _loaded(cls: type, config: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
+    """transformers fills in what is missing with random numbers, and says so in a report: here it is an error."""
+    model, said = cls.from_pretrained(
+        None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    for name, there, wanted in sorted(said["mismatched_keys"]):
+        raise DQError(f"{name} has the shape {tuple(there)}, the model of its config.json {tuple(wanted)}")
+    missing = sorted(said["missing_keys"])
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
+        raise DQError(f"it lacks {missing[0]}{more}: it is incomplete, or of another model than its config.json")
+    return model
 
 
 def _gguf(file: Path, dtype: torch.dtype | None) -> nn.Module:
@@ -175,7 +189,7 @@ def _gguf(file: Path, dtype: torch.dtype | None) -> nn.Module:
             raise DQError("it holds no Q8_0 or Q4_0 linears: from_pretrained(gguf_file=...) reads it")
         config.quantization_config, tensors = _buffers(stored, file)
         usual = dtype or _usual_dtype({n: t for n, t in plain.items() if t.dim() > 1})
-        return cls.from_pretrained(None, config=config, state_dict=plain | tensors, dtype=usual)
+        return _loaded(cls, config, plain | tensors, usual)
 
 
 def _own_names(cls: type, config: Any, stored: dict[str, Stored], tensors: dict[str, Tensor]) -> tuple[dict, dict]:

@@ -90,6 +90,9 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+_OF_CODES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".scales")
+
+
 def _load_local(path: Path, dtype: torch.dtype) -> Any:
     if path.suffix == GGUF:
         return _load_gguf(path, dtype)
@@ -112,7 +115,15 @@ def _load_local(path: Path, dtype: torch.dtype) -> Any:
         name = next(iter(config.get("architectures") or ()), None)
         if name is None:
             raise DQError("config.json names no class (neither _class_name nor architectures)")
-    return model_class(library, name).from_pretrained(path, dtype=dtype)
+    cls = model_class(library, name)
+    if library.__name__ == "diffusers" or config.get("quantization_config"):
+        return cls.from_pretrained(path, dtype=dtype)
+    model, said = cls.from_pretrained(path, dtype=dtype, output_loading_info=True)
+    # transformers would warn, and go on with codes for weights, or with random numbers.
+    codes = sorted(k for k in said["unexpected_keys"] if k.endswith(_OF_CODES))
+    if codes:
+        raise DQError(f"it holds {codes[0]}, but its config.json has no quantization_config: restore the file")
+    return model
 
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> Any:

@@ -254,6 +254,7 @@ def target_matches(target: str, name: str) -> bool:
 
 def _read(files: Files) -> dict[str, Stored]:
     config, out = files.quantization, {}
+    _refuse_unread(config)
     for name in files.owners("weight_scale", "weight_packed"):
         groups = [g for g in config["config_groups"].values() if any(target_matches(t, name) for t in g["targets"])]
         if not groups:
@@ -267,6 +268,21 @@ def _read(files: Files) -> dict[str, Stored]:
             weight = _weight(group.get("format") or config["format"], group["weights"], own, name)
         out[name] = Stored(weight, acts, scale)
     return out
+
+
+def _refuse_unread(config: dict[str, Any]) -> None:
+    """What changes the values of a model and has no counterpart here; a quantized KV cache is left out, with a word."""
+    if not isinstance(config.get("config_groups"), dict):
+        raise DQError("its quantization_config has no config_groups")
+    if config.get("transform_config"):
+        raise DQError("its transforms (transform_config) are not read: without them the weights are others")
+    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise DQError(f"sparse weights ({config['sparsity_config']['format']}) are not read")
+    for name, group in config["config_groups"].items():
+        if group.get("output_activations") or not group.get("weights"):
+            raise DQError(f"{name}: only quantized weights, with or without quantized inputs, are read")
+    if config.get("kv_cache_scheme"):
+        warnings.warn("the KV cache of this checkpoint is quantized; here it stays in 16 bits", stacklevel=4)
 
 
 _KEYS = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale",
@@ -302,7 +318,14 @@ def _weight(layout: str, args: dict[str, Any], own: dict[str, Tensor], name: str
         codes, zeros = _unsigned(codes, bits), _unsigned(_zeros(own, bits, spec.scale_shape(*shape)), bits)
     missing = spec.padded_width(shape[1]) - shape[1]
     codes = torch.nn.functional.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype)
-    return QTensor(spec.fmt.pack(codes), scale.reshape(spec.scale_shape(*shape)), None, spec, shape, zeros)
+    return QTensor(spec.fmt.pack(codes), _as_grid(scale, spec.scale_shape(*shape)), None, spec, shape, zeros)
+
+
+def _as_grid(scale: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Scales [R, G]; one a row may come as a vector, one alone without axes."""
+    if tuple(scale.shape) != shape and (scale.dim() > 1 or shape[1] != 1 or scale.numel() != shape[0]):
+        raise DQError(f"weight_scale has the shape {tuple(scale.shape)}, expected {shape}")
+    return scale.reshape(shape)
 
 
 def _zeros(own: dict[str, Tensor], bits: int, shape: tuple[int, int]) -> Tensor:
@@ -326,6 +349,8 @@ def _activations(args: dict[str, Any] | None) -> QuantSpec | None:
         return QuantSpec.parse("fp8-block-token")
     if strategy == "group" and args["group_size"] == 32:
         return QuantSpec.parse(f"mxfp{bits}")
+    if args.get("symmetric") is False:
+        raise DQError("asymmetric activations are not read")
     if strategy not in ("token", "tensor") or bits != 8:
         raise DQError(f"activations of {bits} bits per {strategy} are not read")
     return QuantSpec.parse(f"{'int8' if kind == 'int' else 'fp8_e4m3'}/{strategy}")

@@ -183,6 +183,66 @@ def test_what_is_asked_wrongly(made, tiny, tmp_path):
         dq.load_exported(tmp_path / "nothing")
 
 
+@pytest.fixture
+def damaged(made, tmp_path):
+    """Loads an export after a change to its quantization_config and its tensors."""
+    from safetensors.torch import save_file
+
+    out = dq.export(made("int4/group32"), tmp_path / "out")
+    said, held = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+
+    def load(change=lambda config: None, **tensors):
+        config = json.loads(json.dumps(said))
+        change(config)
+        (out / "config.json").write_text(json.dumps(config))
+        new = {k: v for k, v in (held | {k.replace("__", "."): v for k, v in tensors.items()}).items() if v is not None}
+        save_file(new, out / "model.safetensors", {"format": "pt"})
+        return dq.load(out, torch.float32)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(transform_config={"config_groups": {}}), "transform_config"),
+        (dict(sparsity_config={"format": "sparse-24-bitmask"}), r"sparse weights \(sparse-24-bitmask\)"),
+        (dict(config_groups=None), "no config_groups"),
+        (dict(config_groups={"group_0": {"targets": ["Linear"], "weights": None}}), "only quantized weights"),
+    ],
+)
+def test_what_others_write_and_dq_does_not_read(damaged, change, reason):
+    """Left out without a word, each would make the weights those of another model."""
+    with pytest.raises(dq.DQError, match=reason):
+        damaged(lambda config: config["quantization_config"].update(change))
+
+
+def test_asymmetric_activations_are_not_read(damaged):
+    inputs = dict(num_bits=8, type="int", strategy="token", dynamic=True, symmetric=False)
+    with pytest.raises(dq.DQError, match="asymmetric activations"):
+        damaged(
+            lambda config: config["quantization_config"]["config_groups"]["group_0"].update(input_activations=inputs)
+        )
+
+
+def test_damaged_exports(damaged):
+    """transformers would fill in what is missing, and what has another shape, with random numbers."""
+    damaged()
+    with pytest.raises(dq.DQError, match=r"it lacks model\.norm\.weight: it is incomplete"):
+        damaged(model__norm__weight=None)
+    with pytest.raises(dq.DQError, match=r"model\.norm\.weight has the shape \(64,\), the model .* \(128,\)"):
+        damaged(model__norm__weight=torch.ones(64))
+    with pytest.raises(dq.DQError, match=r"it lacks model\.layers\.2\.input_layernorm\.weight \(and 8 more\)"):
+        damaged(lambda config: config.update(num_hidden_layers=3))
+    scale = {"model__layers__0__self_attn__q_proj__weight_scale": torch.ones(4, 128)}
+    with pytest.raises(dq.DQError, match=r"weight_scale has the shape \(4, 128\), expected \(128, 4\)"):
+        damaged(**scale)
+    with pytest.raises(dq.DQError, match=r"holds .*weight_packed, but its config\.json has no quantization_config"):
+        damaged(lambda config: config.pop("quantization_config"))
+    with pytest.warns(UserWarning, match="KV cache of this checkpoint is quantized"):
+        damaged(lambda config: config["quantization_config"].update(kv_cache_scheme={"num_bits": 8}))
+
+
 def test_shards_and_bias(tiny, tmp_path):
     model = tiny.llama(hidden_size=128, intermediate_size=256, attention_bias=True, mlp_bias=True)
     dq.quantize(model, recipe("int4/group32"), progress=False)

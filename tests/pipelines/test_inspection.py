@@ -188,6 +188,13 @@ def test_gguf(tmp_path):
     assert found.kept == {"out": 64 * 32 * 2}
     with pytest.raises(DQError, match=r"model\.gguf is truncated"):
         only(gguf_file(tmp_path / "model.gguf", cut=5))
+    # A count of tensors, of metadata, the length of a name, the type of a value; the end of the header.
+    for at, value in ((15, 0x7F), (20, 0x7F), (30, 0x7F), (53, 0x7F), (90, None)):
+        data = gguf_file(tmp_path / "model.gguf").read_bytes()
+        data = data[:at] if value is None else data[:at] + bytes([value]) + data[at + 1 :]
+        (tmp_path / "model.gguf").write_bytes(data)
+        with pytest.raises(DQError, match=r"model\.gguf is damaged or truncated: its header cannot be read"):
+            only(tmp_path / "model.gguf")
     with pytest.raises(DQError, match=r"blk\.0\.weight has the unknown ggml type 99"):
         only(gguf_file(tmp_path / "model.gguf", kind=99))
 
