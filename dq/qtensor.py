@@ -244,8 +244,7 @@ def _piece_scale(blocks: Blocks, rule) -> tuple[Tensor, Tensor]:
     """Scale and zero point of every block: for zeros the profile's choice, for NaN and Inf, which codes hide, NaN."""
     top, asym = block_amax(blocks.x), blocks.spec.has_zero_point
     scale, zero = asymmetric(blocks, rule) if asym else (rule.choose(blocks, **dict(blocks.spec.rule_params)), top)
-    if not asym:
-        scale = torch.where((top > 0) & (scale > 0), scale, convention(blocks.spec).zero)
+    scale = scale if asym else torch.where((top > 0) & (scale > 0), scale, convention(blocks.spec).zero)
     return torch.where(torch.isfinite(top), scale, torch.nan), zero
 
 
