@@ -18,3 +18,9 @@ def extend(path: Iterable[str], name: str) -> list[str]:
     if (_ROOT / "pyproject.toml").is_file() and side.is_dir():
         return [*path, str(side)]
     return list(path)
+
+
+def is_ours(file: str) -> bool:
+    """Whether a source file is one of dq's, wherever it lies; a virtual environment in the checkout is not."""
+    own = [str(_ROOT / "dq"), *(f for name in ("kernels", "pipelines", "eval") for f in extend([], name))]
+    return any(Path(file).resolve().is_relative_to(folder) for folder in own)

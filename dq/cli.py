@@ -9,10 +9,10 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from dq import commands, commands_bench, commands_chat, commands_correct, commands_export
+from dq._layout import is_ours
 from dq.options import add_machine, add_sequential, add_text
 from dq.registry import DQError
 from dq.version import VERSION
@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _short(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
     """What dq itself warns of in one line, without the line of source that called for it."""
-    if category is UserWarning and Path(filename).resolve().is_relative_to(Path(__file__).resolve().parent.parent):
+    if category is UserWarning and is_ours(filename):
         return f"dq: warning: {' '.join(str(message).split())}\n"
     return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 

@@ -4,6 +4,7 @@ import inspect
 import json
 import shutil
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import dq
 from dq.checks import output_folder
 from dq.cli import main
+from dq.eval.bench import kernels
 
 
 @pytest.fixture
@@ -229,14 +231,16 @@ def test_quiet_commands(dq_, quantized, recwarn):
 
 def test_warnings_are_one_line(dq_, monkeypatch):
     """Of dq itself; what other packages warn of keeps its place."""
-    shown = []
+    beside = str(Path(dq.__file__).parents[1] / ".venv" / "lib" / "other.py")
+    files, shown = (dq.__file__, kernels.__file__, torch.__file__, beside), []
 
     def command(args):
-        shown.extend(warnings.formatwarning("two\nlines", UserWarning, f, 3) for f in (dq.__file__, torch.__file__))
+        shown.extend(warnings.formatwarning("two\nlines", UserWarning, f, 3) for f in files)
 
     monkeypatch.setattr("dq.commands.doctor", command)
     assert dq_("doctor")[0] == 0
-    assert shown == ["dq: warning: two lines\n", f"{torch.__file__}:3: UserWarning: two\nlines\n"]
+    assert shown[:2] == ["dq: warning: two lines\n"] * 2
+    assert shown[2:] == [f"{f}:3: UserWarning: two\nlines\n" for f in files[2:]]
     assert "dq: warning" not in warnings.formatwarning("two", UserWarning, dq.__file__, 3)
 
 
