@@ -10,6 +10,9 @@ from typing import Any
 
 from dq.registry import DQError
 
+_PIPELINES = ("metrics", "records", "steps", "guidance_scale", "true_cfg_scale", "negative_prompt", "height", "width",
+              "max_sequence_length", "demo_kwargs")  # fmt: skip
+
 
 def check_text_options(args: argparse.Namespace) -> None:
     """Raises DQError for options that say nothing without --text, or contradict it."""
@@ -18,6 +21,10 @@ def check_text_options(args: argparse.Namespace) -> None:
         raise DQError(f"--{given[0]} goes with --text FILE")
     if args.text is not None and getattr(args, "prompts", None):
         raise DQError("--text is for language models and --prompts for pipelines: give one of them")
+    if any(getattr(args, n, None) for n in ("text", "tasks", "speed")):
+        foreign = [n for n in _PIPELINES if getattr(args, n, None) not in (None, False)]
+        if foreign:
+            raise DQError(f"--{foreign[0].replace('_', '-')} goes with --prompts FILE, for pipelines")
 
 
 def calibration(args: argparse.Namespace, recipe: Any) -> Any:

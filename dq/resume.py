@@ -17,10 +17,13 @@ from dq.records import digest
 from dq.registry import DQError
 
 
-def fingerprint(model: nn.Module, plan: Plan, calibration: dict[str, Any]) -> str:
-    """SHA-256 over recipe, linears to be quantized, calibration description and every byte of the model."""
-    work = json.dumps([plan.recipe.to_dict(), plan.model, calibration], sort_keys=True)
-    return digest([work, [row.members for row in plan.quantized], model])
+def fingerprint(model: nn.Module, plan: Plan, calibration: dict[str, Any]) -> dict[str, str]:
+    """SHA-256 of all that decides about the bits: recipe, linears to be quantized, description of the calibration, and
+    every byte of the model."""
+    parts = {"recipe": json.dumps(plan.recipe.to_dict(), sort_keys=True)}
+    parts |= {"choice of linears": [plan.model, [row.members for row in plan.quantized]]}
+    parts |= {"calibration": json.dumps(calibration, sort_keys=True), "model": model}
+    return {name: digest(part) for name, part in parts.items()}
 
 
 class ResumeFolder:
@@ -35,12 +38,12 @@ class ResumeFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             mark.touch()
-            found, mine = mark.read_bytes(), fingerprint(model, plan, calibration).encode()
-            mark.write_bytes(found or mine)
+            found, mine = mark.read_bytes(), fingerprint(model, plan, calibration)
+            mark.write_bytes(found or json.dumps(mine).encode())
         except OSError as error:
             raise DQError(f"resume needs a folder that can be written to: {error}") from error
-        if found not in (b"", mine):
-            raise DQError(f"{path} holds blocks of another model, recipe or calibration; take an empty folder")
+        if found and (other := _differing(found, mine)):
+            raise DQError(f"{path} holds blocks of another {other}; continue with the same, or take an empty folder")
 
     def _file(self, block: str) -> Path:
         return self.path / f"{block or 'outside-blocks'}.safetensors"
@@ -87,6 +90,15 @@ class ResumeFolder:
                 return {n: _layer(file, n, m) for n, m in meta["layers"].items()}, meta["notes"]
         except (OSError, SafetensorError, ValueError, TypeError, LookupError):
             return None
+
+
+def _differing(found: bytes, mine: dict[str, str]) -> str:
+    """What of the work is not that of the folder, in words; "" if all is."""
+    try:
+        theirs = dict(json.loads(found))
+    except (ValueError, TypeError):
+        return "model, recipe or calibration"
+    return " and ".join(name for name in mine if theirs.get(name) != mine[name])
 
 
 def _layer(file: Any, name: str, m: dict[str, Any]) -> QuantizedLinear:

@@ -132,12 +132,23 @@ def test_foreign_folders_are_refused(work, tiny, tmp_path, change):
     before = state(model)
     kwargs = {"calibration": {"sha256": "b" if change == "calibration" else "a"}}
     kwargs["prefix"] = "quantized" if change == "prefix" else "fp"
-    with pytest.raises(DQError, match="holds blocks of another model, recipe or calibration; take an empty folder"):
+    names = {"weights": "model", "prefix": "calibration", "recipe": "recipe and choice of linears"}
+    other = names.get(change, change)
+    with pytest.raises(
+        DQError, match=f"holds blocks of another {other}; continue with the same, or take an empty folder"
+    ):
         work(model, "int8" if change == "recipe" else "int8-smooth", resume=str(tmp_path), **kwargs)
     assert same_state(state(model), before) and work.rows == []
     kwargs["prefix"] = "fp"
     work(tiny.flux(torch.bfloat16), "int8-smooth", resume=str(tmp_path), calibration={"sha256": "a"})
     assert work.rows == [], "the refusal must not have spoiled the folder"
+
+
+def test_marks_of_other_versions_are_refused(work, tiny, tmp_path):
+    for mark in (b"0" * 64, b"[1]", b"{}"):
+        (tmp_path / "fingerprint").write_bytes(mark)
+        with pytest.raises(DQError, match="holds blocks of another"):
+            work(tiny.flux(torch.bfloat16), "fp8", calibrated=False, resume=str(tmp_path))
 
 
 def test_folder_keeps_layers_exactly(work, tiny, tmp_path):
@@ -178,7 +189,7 @@ def test_any_other_byte_of_the_model_is_another_model(work, tiny, tmp_path, edit
     model = tiny.flux(torch.bfloat16)
     with torch.no_grad():
         edit(model)
-    with pytest.raises(DQError, match="holds blocks of another model, recipe or calibration"):
+    with pytest.raises(DQError, match="holds blocks of another model;"):
         work(model, "fp8", calibrated=False, resume=str(tmp_path))
     assert not quantized_linears(model)
 

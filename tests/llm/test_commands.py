@@ -79,6 +79,8 @@ def test_what_is_refused(dq_, folder, texts, tmp_path, monkeypatch):
         (["quantize", folder, "fp8", "--samples", 3, "--out", out], "--samples goes with --text"),
         (["quantize", folder, "fp8", "--text", calib, "--prompts", calib, "--out", out], "give one of them"),
         (["eval", folder, "--reference", folder], "language models on --text FILE"),
+        (["eval", folder, "--reference", folder, "--text", score, "--metrics", "psnr"], "--metrics goes with --prom"),
+        (["quantize", folder, "fp8", "--text", calib, "--steps", 3, "--out", out], "--steps goes with --prompts FILE"),
         (["eval", folder, "--reference", folder, "--text", tmp_path / "no.txt"], "cannot read text"),
         (["eval", folder, folder, "--reference", folder, "--text", score], "is named twice"),
         (["bench", "llm", "--model", folder, "--text", score, "--recipes", "w4a16-gptq"], "need --calibration FILE"),

@@ -228,14 +228,20 @@ def test_a_resume_folder_belongs_to_one_job(tiny, tmp_path):
     changed = copy.deepcopy(source)
     changed.transformer_blocks[1].attn.to_v.weight.data[0, 0] += 1
     others = [
-        (copy.deepcopy(source), tiny.recipe("int8"), records, {}),  # another recipe
-        (copy.deepcopy(source), smooth, records[:1], {}),  # fewer records
-        (copy.deepcopy(source), smooth, [records[0], tiny.flux_inputs(seed=9)], {}),  # as many, but others
-        (changed, smooth, records, {}),  # one other weight
-        (copy.deepcopy(source), smooth, records, {"skip": ["to_q"]}),  # other layers
+        (copy.deepcopy(source), tiny.recipe("int8"), records, {}, "recipe and choice of linears"),
+        (copy.deepcopy(source), smooth, records[:1], {}, "calibration"),  # fewer records
+        (
+            copy.deepcopy(source),
+            smooth,
+            [records[0], tiny.flux_inputs(seed=9)],
+            {},
+            "calibration",
+        ),  # as many, but others
+        (changed, smooth, records, {}, "model"),  # one other weight
+        (copy.deepcopy(source), smooth, records, {"skip": ["to_q"]}, "choice of linears"),
     ]
-    for model, recipe, found, kwargs in others:
-        with pytest.raises(dq.DQError, match="holds blocks of another model, recipe or calibration"):
+    for model, recipe, found, kwargs, other in others:
+        with pytest.raises(dq.DQError, match=f"holds blocks of another {other};"):
             dq.quantize(model, recipe, calibration=found, resume=str(tmp_path), progress=False, **kwargs)
         assert not quantized_linears(model)
 
