@@ -232,6 +232,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DQError as error:
         print(f"dq: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except (ValueError, TypeError) as error:
+        pipeline = _refusing(error)
+        if not pipeline:
+            raise
+        from dq.checks import line
+
+        print(f"dq: {pipeline} refuses this call: {line(error)}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("dq: interrupted", file=sys.stderr)
         return 130
@@ -241,6 +249,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         warnings.formatwarning = before
     return 0
+
+
+def _refusing(error: BaseException) -> str:
+    """The class of the diffusers pipeline that raised an error, as they do about their arguments; "" for all others."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        found, trace = trace.tb_frame, trace.tb_next
+    if found is None or not found.f_globals.get("__name__", "").startswith("diffusers.pipelines."):
+        return ""
+    return type(found.f_locals.get("self")).__name__
 
 
 def _short(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:

@@ -202,19 +202,12 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def _generate_image(pipe: Any, args: argparse.Namespace, out: Path) -> None:
-    from dq.checks import line
     from dq.eval.generate import Settings
     from dq.eval.generate import generate as run
     from dq.eval.images import save_image
 
     settings = Settings((args.prompt,), _call_kwargs(args, [args.source]), args.seed, step_bar=True)
-    try:
-        image = run(pipe, args.source, settings).images[0]
-    except DQError:
-        raise
-    except (ValueError, TypeError) as error:  # by which pipelines refuse an argument
-        raise DQError(f"{type(pipe).__name__} refuses this call: {line(error)}") from error
-    save_image(image, out)
+    save_image(run(pipe, args.source, settings).images[0], out)
     print(f"image: {out}")
 
 
@@ -266,7 +259,7 @@ def evaluate(args: argparse.Namespace) -> None:
                 f"{source} is a model; it is compared on --text FILE, images need pipelines (model_index.json)"
             )
     kwargs = _call_kwargs(args, [args.reference, *sources])
-    candidates = {s: (lambda s=s: _load(args, s)) for s in sources}
+    candidates = {s: (lambda s=s: _load(args, s, exported=True)) for s in sources}
     batch = {} if args.batch_size is None else {"batch_size": args.batch_size}
     records = {} if args.records is None else {"records": args.records}
     result = run(

@@ -284,6 +284,8 @@ def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:
 
 def layer_info(model: nn.Module) -> list[LayerInfo]:
     """What every quantized linear of the model is, and which kernel and activation grid ran last."""
+    if not isinstance(model, nn.Module):
+        raise DQError(f"layer_info takes a model (of a pipeline its transformer or unet), got {type(model).__name__}")
     rows = LayerTable()
     for name, m in quantized_linears(model).items():
         c, ran = m.config, m.ran.backend if m.ran else None

@@ -22,6 +22,7 @@ from dq.loop import QuantizeReport, dequantize_model, quantize_model
 from dq.ops import MODES
 from dq.pipelines.adapters import base_model, refuse_adapters, without_adapters
 from dq.pipelines.calibration import DENOISERS, Prompts
+from dq.pipelines.casting import refuse_fused
 from dq.pipelines.experts import close_experts, open_experts, opened, settle
 from dq.pipelines.given_records import checked_record
 from dq.pipelines.rewriting import REWRITTEN, apply_rewrites, check_rewrites
@@ -66,6 +67,8 @@ def _chosen(obj: Any, recipe: Any, components: Any) -> tuple[dict[str, nn.Module
 def _plans(models: dict[str, nn.Module], recipes: dict[str, Recipe], skip: Sequence[str]) -> dict[str, Plan]:
     """One plan per component; a skip pattern must match in at least one of them."""
     skip = () if skip is None else skip
+    for model in models.values():
+        refuse_fused(model)
     if len(models) == 1 or not isinstance(skip, list | tuple | set):  # which make_plan refuses
         return {n: make_plan(m, recipes[n], skip) for n, m in models.items()}
     used: set[str] = set()

@@ -60,7 +60,8 @@ def load(source: str | Path, dtype: torch.dtype | None = None, device: str | Non
     """A model or pipeline from what `dq.quantize` saved, `dq.export` or another tool wrote, or from 16-bit weights.
 
     Args:
-        source: a local folder, a safetensors or GGUF file (blocks other than Q8_0 and Q4_0 are unpacked), or a hub id.
+        source: a local folder (of a pipeline as well), a safetensors or GGUF file (blocks other than Q8_0 and Q4_0 are
+            unpacked), or a hub id.
         dtype: of what is not quantized; default: of an exported checkpoint what it holds, otherwise bfloat16.
         device: where it goes; None for a GPU if there is one.
 
@@ -70,8 +71,11 @@ def load(source: str | Path, dtype: torch.dtype | None = None, device: str | Non
     target, path = checks.device(device), Path(source).expanduser()
     single = path.is_file() and path.suffix == ".safetensors"
     file = gguf_file.file_in(path)
-    if single or (file and gguf_file.holds_codes(file)) or _method(path) in _readers():
+    if single or (file and gguf_file.holds_codes(file)) or _method(path) in _readers() or loading.foreign_file(path):
         return load_exported(source, dtype).to(target)
+    if _components(path):
+        with checks.one_line(f"cannot load {source}"):
+            return _pipeline(path, dtype).to(target)
     return loading.load(str(file or source), dtype or torch.bfloat16, str(target))
 
 
@@ -80,6 +84,22 @@ def _method(folder: Path) -> str:
     file = folder / "config.json"
     said = read_config(file).get("quantization_config") if file.is_file() else None
     return str(said.get("quant_method", "")) if isinstance(said, dict) else ""
+
+
+def _components(folder: Path) -> list[str]:
+    """The diffusers models of a pipeline's folder that another engine's codes are in."""
+    if not (folder / "model_index.json").is_file():
+        return []
+    held = [f for f in sorted(folder.iterdir()) if _method(f) in _readers()]
+    return [f.name for f in held if "_class_name" in read_config(f / "config.json")]
+
+
+def _pipeline(folder: Path, dtype: torch.dtype | None) -> Any:
+    """The pipeline around these models; diffusers, which may lack what reads them, loads the rest."""
+    from diffusers import DiffusionPipeline
+
+    models = {name: load_exported(folder / name, dtype) for name in _components(folder)}
+    return DiffusionPipeline.from_pretrained(folder, dtype=dtype or torch.bfloat16, **models)
 
 
 def _quantized(name: str, tensor: Tensor) -> bool:

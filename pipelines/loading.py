@@ -116,6 +116,8 @@ def _load_local(path: Path, dtype: torch.dtype) -> Any:
         if name is None:
             raise DQError("config.json names no class (neither _class_name nor architectures)")
     cls = model_class(library, name)
+    if foreign_file(path):
+        raise DQError(f"{foreign_file(path)} is another engine's file: dq.load reads it, this takes what dq saved")
     if library.__name__ == "diffusers" or config.get("quantization_config"):
         return cls.from_pretrained(path, dtype=dtype)
     model, said = cls.from_pretrained(path, dtype=dtype, output_loading_info=True)
@@ -124,6 +126,14 @@ def _load_local(path: Path, dtype: torch.dtype) -> Any:
     if codes:
         raise DQError(f"it holds {codes[0]}, but its config.json has no quantization_config: restore the file")
     return model
+
+
+def foreign_file(folder: Path) -> str:
+    """The safetensors file that a diffusers model's folder holds in place of diffusers' own, "" if there is none."""
+    if not (folder / "config.json").is_file() or "_class_name" not in read_config(folder / "config.json"):
+        return ""
+    names = sorted(f.name for f in folder.glob("*.safetensors"))
+    return "" if any(n.startswith("diffusion_pytorch_model") for n in names) else next(iter(names), "")
 
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> Any:

@@ -220,6 +220,29 @@ def test_a_damaged_folder_is_one_line(dq_, quantized, tmp_path):
         assert status == 2 and "bad" in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["quantize", "eval", "generate"])
+def test_what_a_pipeline_refuses_is_one_line(dq_, quantized, prompts, tmp_path, command):
+    demo = dq.demo_path()
+    words = {
+        "quantize": (demo, "int8-smooth", "--prompts", prompts, "--out", tmp_path / "o"),
+        "eval": (quantized, "--reference", demo, "--prompts", prompts, "--out", tmp_path / "r.html"),
+        "generate": (demo, "a cat", "--out", tmp_path / "x.png"),
+    }[command]
+    status, _, err = dq_(command, *words, "--max-sequence-length", 600, "--device", "cpu")
+    said = err.splitlines()[-1]
+    assert status == 2 and said.startswith("dq: FluxPipeline refuses this call: `max_sequence_length` cannot be"), err
+    assert "Traceback" not in err
+
+
+def test_other_errors_keep_their_trace(monkeypatch):
+    def broken(args):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("dq.commands.catalogue", broken)
+    with pytest.raises(ValueError, match="a bug"):
+        main(["list"])
+
+
 def test_quiet_commands(dq_, quantized, recwarn):
     status, out, err = dq_("inspect", quantized)
     assert status == 0 and "fp8_e4m3" in out and not err

@@ -13,6 +13,7 @@ from dq.linear import LinearConfig, QuantizedLinear, layer_info, quantized_linea
 from dq.ops import reference_qlinear
 from dq.qtensor import quantize
 from dq.recipe import presets
+from dq.registry import DQError
 from dq.spec import QuantSpec
 from dq.transforms import TRANSFORMS, GroupState, Step
 
@@ -269,6 +270,11 @@ def test_mode_is_chosen_anew():
 def test_repr():
     text = repr(build("all")[0])
     assert "64, 40, weights=nvfp4, activations=nvfp4-token, smooth, rotate, rank=8" in text
+
+
+def test_layer_info_of_a_pipeline_says_what_to_pass(tiny):
+    with pytest.raises(DQError, match=r"layer_info takes a model \(of a pipeline its transformer or unet\), got Flux"):
+        layer_info(tiny.flux_pipeline())
 
 
 def test_layer_info_prints_as_a_table(tiny):

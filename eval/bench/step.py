@@ -82,7 +82,7 @@ def cosine(y: Tensor, reference: Tensor) -> float:
 
 def text(rows: Iterable[dict[str, Any]]) -> str:
     """The rows as a table."""
-    columns = {"engine": "", "gb": ".1f", "quantize_s": ".1f", "eager_ms": ".1f", "eager_graph_ms": ".1f",
+    columns = {"engine": "", "gb": ".3g", "quantize_s": ".1f", "eager_ms": ".1f", "eager_graph_ms": ".1f",
                "compiled_ms": ".1f", "compiled_graph_ms": ".1f", "first_s": ".1f", "cosine": ".5f",
                "ran": ""}  # fmt: skip
     lines = [list(columns)]

@@ -229,6 +229,22 @@ def test_F71_layerwise_casting_of_16_bit_models_is_as_before(tiny, made):
     assert model.transformer_blocks[0].attn.to_q.weight.dtype == torch.float8_e4m3fn
 
 
+def test_projections_are_not_fused(tiny, made):
+    """Afterwards diffusers would join weights that hold no data; before, what is saved would have names of its own."""
+    model, inputs, expected, _ = made("int8")
+    with pytest.raises(dq.DQError, match="FluxTransformer2DModel is quantized by dq: q, k and v cannot be fused"):
+        model.fuse_qkv_projections()
+    assert torch.equal(run(model, inputs), expected)
+    plain = tiny.flux()
+    plain.fuse_qkv_projections()  # the class is wrapped, a 16-bit model as before
+    assert plain.transformer_blocks[0].attn.fused_projections
+    with pytest.raises(dq.DQError, match=r"blocks.0.attn has fused projections.* unfuse_qkv_projections\(\) first"):
+        dq.quantize(plain, tiny.recipe("int8"), progress=False)
+    plain.unfuse_qkv_projections()
+    dq.quantize(plain, tiny.recipe("int8"), progress=False)
+    assert torch.equal(run(plain, inputs), expected)
+
+
 # --- the rest of a pipeline -------------------------------------------------------------------------------------------
 
 

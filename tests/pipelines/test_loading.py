@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import dq
+from dq.linear import quantized_linears
 from dq.pipelines.inspection import inspect_folder
 from dq.pipelines.loading import copy_companions, folder_of, is_demo, is_model_folder, is_pipeline, load, load_tokenizer
+from dq.recipe import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +54,6 @@ def test_every_kind_of_folder_loads(saved, name, kind):
 
 def test_load_by_its_public_name(saved, tiny, tmp_path):
     """What dq saved, what it exported and plain folders: one verb, the same function."""
-    from dq.linear import quantized_linears
-
     assert type(dq.load(saved / "pipe")).__name__ == "FluxPipeline"
     assert len(quantized_linears(dq.load(saved / "flux"))) > 10
     model, ids = tiny.llama(hidden_size=128, intermediate_size=256), torch.arange(3, 20)[None]
@@ -67,6 +67,38 @@ def test_load_by_its_public_name(saved, tiny, tmp_path):
         assert dq.load(out, torch.bfloat16).dtype == torch.bfloat16
     with pytest.raises(dq.DQError, match="no such folder"):
         dq.load("./nowhere")
+
+
+@pytest.mark.parametrize("kind", ["bfl", "comfyui"])
+def test_load_of_one_file_in_a_folder(tiny, tmp_path, kind):
+    """The config beside it says no method: the name of the file does."""
+    model = tiny.flux(torch.bfloat16, num_layers=1, num_single_layers=1)
+    weights = {"bfl": "fp8_e4m3/channel", "comfyui": "int8/channel"}[kind]
+    acts = weights.replace("channel", "token")
+    target = {"weights": weights, "activations": acts}
+    plan = Recipe.from_dict({"name": "test", "linear": target, "modulation": target}).with_(min_features=16)
+    dq.quantize(model, plan, progress=False)
+    back, x = dq.load(dq.export(model, tmp_path / "out", kind)), tiny.flux_inputs(torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(back(**x)[0], model(**x)[0])
+    with pytest.raises(dq.DQError, match=r"out\.safetensors is another engine's file: dq.load reads it"):
+        load(str(tmp_path / "out"), device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["modelopt", "nunchaku-lite"])
+def test_load_of_an_exported_pipeline(tiny, tmp_path, kind):
+    """Without the library that diffusers would ask for, and with the codes of the component alone."""
+    pipe = tiny.flux_pipeline(torch.bfloat16)
+    weights = {"modelopt": "nvfp4", "nunchaku-lite": "int4/group64"}[kind]
+    recipe = Recipe.from_dict({"name": "test", "linear": {"weights": weights}}).with_(min_features=64)
+    dq.quantize(pipe, recipe, progress=False)
+    out = dq.export(pipe, tmp_path / "out", kind)
+    back, alone = dq.load(out), dq.load_exported(out / "transformer")
+    assert type(back) is type(pipe) and back.vae.dtype == torch.bfloat16
+    here, there = (quantized_linears(m) for m in (back.transformer, alone))
+    assert list(here) == list(there) == list(quantized_linears(pipe.transformer))
+    assert all(torch.equal(here[n].qweight, there[n].qweight) for n in here)
+    assert tiny.denoise(back).isfinite().all()
 
 
 DAMAGE = {
