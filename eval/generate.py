@@ -115,6 +115,11 @@ def _arguments(pipe: Any, settings: Settings, rows: range, watch: _Watch) -> dic
     unknown = sorted(set(settings.kwargs) - known) if known is not None else []
     if unknown:
         raise DQError(f"{type(pipe).__name__} takes no argument {', '.join(unknown)}; remove it from kwargs")
+    if known and "num_frames" in known and settings.kwargs.get("num_frames") != 1:
+        raise DQError(
+            f"{type(pipe).__name__} makes videos, and this takes images: in Python kwargs with num_frames=1 make one, "
+            "and pipe(...) a video"
+        )
     call = {name: _rows_of(name, value, settings, rows) for name, value in settings.kwargs.items()}
     ours = {
         "generator": [torch.Generator("cpu").manual_seed(settings.seed + i) for i in rows],
@@ -157,6 +162,9 @@ class _Watch:
 
 def _to_uint8(output: Any, label: str, settings: Settings, rows: range, watch: _Watch) -> torch.Tensor:
     images = getattr(output, "images", None)
+    frames = getattr(output, "frames", None)
+    if isinstance(frames, torch.Tensor) and frames.ndim == 5 and frames.shape[1] == 1:  # a video of one image
+        images = frames[:, 0]
     if images is None:
         images = output[0] if isinstance(output, (tuple, list)) else output
     images = as_float(images, label)

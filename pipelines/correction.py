@@ -167,8 +167,10 @@ def _pair(model: Any, reference: Any, any_reference: bool) -> tuple[Any, nn.Modu
     if isinstance(model, nn.Module) or isinstance(reference, nn.Module):
         raise DQError("one of model and reference is a pipeline, the other one a model: give two of a kind")
     found = {n: m for n, m in _models(model, None).items() if quantized_linears(m)}
+    if not found:
+        raise DQError(f"nothing in {type(model).__name__} is quantized: dq.quantize it first")
     if len(found) != 1:
-        what = f"has {len(found)} quantized denoisers" + f" ({', '.join(found)})" * bool(found)
+        what = f"has {len(found)} quantized denoisers ({', '.join(found)})"
         raise DQError(f"{type(model).__name__} {what}: give one denoiser, its reference and its records")
     name, denoiser = next(iter(found.items()))
     return reference, denoiser, check_reference(_models(reference, [name])[name], denoiser, any_reference)

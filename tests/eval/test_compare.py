@@ -198,6 +198,27 @@ def test_cached_reference_images(flux, altered, prompts, call, tmp_path):
         load_images(tmp_path, prompts)
 
 
+class VideoPipeline:
+    """Frames [N, F, 3, H, W] in an output that is no sequence of images, like Wan's."""
+
+    def __init__(self, shade=0.5):
+        self.shade, self.components = shade, {"transformer": nn.Linear(2, 2)}
+
+    def __call__(self, prompt, num_frames=81, generator=None, output_type="np"):
+        assert num_frames == 1, "a video was made before it was refused"
+        return SimpleNamespace(frames=torch.full((len(prompt), num_frames, 3, 16, 16), self.shade))
+
+
+def test_videos_are_refused_before_they_are_made_and_single_frames_compared():
+    with pytest.raises(DQError, match=r"VideoPipeline makes videos, and this takes images: .* num_frames=1 make one"):
+        evaluate(VideoPipeline(), VideoPipeline(), ["a"], FAST, progress=False)
+    call = {"num_frames": 1}
+    found = evaluate(VideoPipeline(0.6), VideoPipeline(), ["a"], FAST, kwargs=call, progress=False)
+    levels = round(0.6 * 255) - round(0.5 * 255)
+    expected = 10 * torch.log10(torch.tensor(255.0**2 / levels**2)).item()
+    assert found["candidate"].scores["psnr"].value == pytest.approx(expected, abs=1e-3)
+
+
 class Unet(nn.Module):
     """A denoiser that is called with [uncond, cond] as one doubled batch and a tensor without batch dimension."""
 
