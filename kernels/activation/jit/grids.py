@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 
 from dq.kernels.activation.jit.rotate import group_max, pair_sum
-from dq.kernels.quantize.jit.floats import divide, e4m3_value, larger, largest, level, round_float
+from dq.kernels.quantize.jit.floats import TINY, divide, e4m3_value, larger, largest, level, round_float
 from dq.scales.block import WINDOW
 
 LOW, HIGH = (tl.constexpr(i) for i in WINDOW)  # of `sweep`
-TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
 
 
 @triton.jit

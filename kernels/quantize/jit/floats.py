@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
+
 
 @triton.jit
 def larger(a, b):
@@ -26,7 +28,7 @@ def largest(a, AXIS: tl.constexpr, KEEP: tl.constexpr, FUSED: tl.constexpr):
 @triton.jit
 def level(top, TOP: tl.constexpr):
     """Scale at which the maximum `top` lands on TOP: normal, 1 where all is 0, not finite where `top` is not."""
-    return tl.where(top == 0, 1.0, larger(tl.div_rn(top, TOP), 1.1754943508222875e-38))
+    return tl.where(top == 0, 1.0, larger(tl.div_rn(top, TOP), TINY))
 
 
 @triton.jit

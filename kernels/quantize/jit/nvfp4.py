@@ -6,9 +6,7 @@ Both kernels are bound by memory at `absmax`: the weight is read twice and 4.5 b
 import triton
 import triton.language as tl
 
-from dq.kernels.quantize.jit.floats import divide, e4m3_value, inverse_power, pair_sum, round_float
-
-TINY = tl.constexpr(1.1754943508222875e-38)  # smallest normal float32
+from dq.kernels.quantize.jit.floats import divide, e4m3_value, inverse_power, level, pair_sum, round_float
 
 
 @triton.jit
@@ -33,7 +31,7 @@ def second_level(amax_ptr, TWO_LEVELS: tl.constexpr):
     unit = tl.full((), 1.0, tl.float32)
     if TWO_LEVELS:
         amax = tl.load(amax_ptr)
-        unit = tl.where(amax > 0, tl.maximum(tl.div_rn(amax, 2688.0), TINY), 1.0)
+        unit = level(amax, 2688.0)
     return unit
 
 
