@@ -90,7 +90,9 @@ def _plan(
 def _one_row(x: Tensor, codes: Tensor, scale: Tensor, lay: Layout, groups: int) -> bool:
     """Whether `row_kernel` takes this: x of one row, whole words, and scales that its products can apply."""
     half = x.dtype == torch.float16
-    if len(x) != 1 or lay.bits != 4 or x.shape[1] % 16 or codes.data_ptr() % 8 or codes.stride(0) % 8:
+    if len(x) != 1 or len(codes) < 8 or lay.bits != 4 or x.shape[1] % 16:
+        return False
+    if codes.data_ptr() % 8 or codes.stride(0) % 8:
         return False
     if lay.kind == "e2m1":
         return _exact(lay, expansion.scale_kind(scale), half) and groups > 1
@@ -102,11 +104,11 @@ def _launch_row(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
 
     k, n, groups = x.shape[1], len(codes), scale.shape[1]
     out = torch.empty(1, n, dtype=x.dtype, device=x.device)
-    constants, each = _row_plan(
-        n, k, kind, group if groups > 1 else 0, expansion.scale_kind(scale), expansion.unit_kind(unit),
-        bias is not None, x.dtype == torch.float16, x.device,
-    )  # fmt: skip
     words, scales = codes.view(torch.int32), expansion.as_bytes(scale)
+    constants, each = _row_plan(
+        n, k, groups, words.stride(0), rows == 1, kind, group if groups > 1 else 0, expansion.scale_kind(scale),
+        expansion.unit_kind(unit), bias is not None, x.dtype == torch.float16, x.device,
+    )  # fmt: skip
     data = (
         x.contiguous(),
         words,
@@ -115,36 +117,47 @@ def _launch_row(x, codes, scale, unit, bias, kind, group, rows) -> Tensor:
         out if bias is None else bias.contiguous(),
         out,
     )
-    sizes = (n, k, groups, words.stride(0), rows or n, each, 1)
-    launch(row_kernel, (-(-n // constants["R"]),), (*data, *sizes), constants)
+    launch(row_kernel, (-(-n // constants["R"]),), (*data, n, rows or n, each, 1), constants)
     return out
 
 
 @lru_cache(maxsize=1024)  # of every launch
 def _row_plan(
-    n: int, k: int, kind: str, group: int, scale: int, unit: int, bias: bool, half: bool, device: torch.device
-) -> tuple[dict[str, Any], int]:
-    """(compile-time arguments and options, iterations of a warp): a few rows for many programs, as many warps along K
-    as keep the memory of every multiprocessor busy, and two steps at a time where that leaves nothing over.
+    n: int, k: int, groups: int, stride: int, own: bool, kind: str, group: int, scale: int, unit: int, bias: bool,
+    half: bool, device: torch.device,
+) -> tuple[dict[str, Any], int]:  # fmt: skip
+    """(compile-time arguments and options, iterations of a warp)."""
+    on_gpu, steps = device.type == "cuda", -(-k // 512)
+    tile = _row_tile(n, steps, kind, multiprocessors(device.index if on_gpu else None))
+    each = -(-steps // (tile["S"] * tile["U"]))
+    flags = dict(K=k, GROUPS=groups, STRIDE=stride, OWN=own, KIND=expansion.KINDS[kind], SCALE=scale, UNIT=unit)
+    flags |= dict(BIAS=bias, dtype=_dtype(half, on_gpu), ASM=on_gpu, EVEN=k == each * tile["S"] * tile["U"] * 512)
+    options = dict(num_warps=tile["S"], num_stages=1)
+    registers = tile.pop("registers")
+    if on_gpu:
+        options["maxnreg"] = registers
+    return flags | tile | dict(GROUP=group // 16, ONCE=each == 1) | _habits() | options, each
 
-    With several warps the compiler, left alone, saves registers: it moves loads (of scales above all) down behind the
-    products of the columns before them. Given that many registers it issues them first: 13.0 us where it took 17.4,
-    14336 -> 4096 in groups of 64 on an H200.
+
+def _row_tile(n: int, steps: int, kind: str, units: int) -> dict[str, int | bool]:
+    """Rows and warps of a program, steps that a warp loads at a time, and registers of a lane.
+
+    Many registers keep many loads in flight; fewer let more programs run side by side. Most are given that do not make
+    the programs run in more waves: 4096 -> 14336, INT4 in groups of 64, takes an H200 11.7 us with 96 of them, 12.2
+    with 112, 12.9 with 80, and 13.8 with four rows for one warp each; 4096 -> 6144 takes 6.7 with 80 and 7.0 with 112.
     """
-    on_gpu = device.type == "cuda"
-    rows, warps, steps = 4, 1, -(-k // 512)
-    while warps < 8 and -(-n // rows) * warps < 12 * multiprocessors(device.index if on_gpu else None):
-        warps *= 2
+    rows, warps = 8 if n >= 16 * units else 4, 4
     while warps > 1 and warps > steps:
         warps //= 2
-    unroll = 2 if steps % (2 * warps) == 0 and steps >= 4 * warps else 1
-    each = -(-steps // (warps * unroll))
-    flags = dict(KIND=expansion.KINDS[kind], SCALE=scale, UNIT=unit, BIAS=bias, dtype=_dtype(half, on_gpu), ASM=on_gpu)
-    tile = dict(EVEN=k == each * unroll * warps * 512, GROUP=group // 16, S=warps, R=rows, U=unroll)
-    options = dict(num_warps=warps, num_stages=1)
-    if on_gpu and warps > 1:
-        options["maxnreg"] = 128 if kind == "e2m1" else 80
-    return flags | tile | _habits() | options, each
+    if -(-n // rows) * warps < 12 * units and steps >= 2 * warps:
+        warps *= 2
+    if kind == "e2m1" and steps > 2 * warps:  # 13.9 us where eight rows take 14.7
+        return dict(R=4, S=warps, U=1, EARLY=False, registers=72)
+    waves = {r: -(-n // (rows * units * max(1, 2048 // (r * warps)))) for r in (80, 96, 112)}
+    registers = max(r for r in waves if waves[r] == min(waves.values()))
+    two = steps % (2 * warps) == 0 and registers > 80
+    early = two and kind != "e2m1" and waves[registers] > 1
+    return dict(R=rows, S=warps, U=2 if two else 1, EARLY=early, registers=registers)
 
 
 @lru_cache(maxsize=1)

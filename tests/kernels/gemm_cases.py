@@ -112,7 +112,9 @@ def few_rows(device: str) -> Iterator[str]:
 
 def one_row(device: str) -> Iterator[str]:
     """A row of x by itself, in both orders of its loads; K of whole steps, and one that ends within a piece."""
-    shapes = ((9, 1024), (6, 592)) if device == "cpu" else ((9, 1024), (6, 592), (4096, 4096), (100, 14336))
+    shapes = (
+        ((9, 1024), (11, 592)) if device == "cpu" else ((9, 1024), (11, 592), (4096, 4096), (100, 14336), (14336, 4096))
+    )
     for i, text in enumerate((*FOUR, "uint4/group64", "uint4/group128", "int4/group256")):
         for j, (n, k) in enumerate(shapes):
             if not mine():

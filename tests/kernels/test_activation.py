@@ -2,12 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from case_scripts import compare
 
 from dq.kernels.activation.api import _inverse, activate, pack, tiling, why_not
 from dq.kernels.activation.front import Front
@@ -25,25 +24,13 @@ NVFP4 = QuantSpec.parse("nvfp4-token")
 ROTATE = Step("rotate", params={"size": 256})
 
 
-def _compare(device: str, shares: int = 1, **environment: str) -> None:
-    """Runs the cases in processes of their own, with dq from this checkout."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    path = os.pathsep.join(filter(None, [str(CASES.parents[2]), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": path, **environment}
-    calls = [[sys.executable, str(CASES), device, str(i), str(shares)] for i in range(shares)]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    runs = [subprocess.Popen(call, env=env, **pipes) for call in calls]
-    outputs = [run.communicate()[0] for run in runs]
-    assert not any(run.returncode for run in runs), "".join(outputs)
-
-
 def test_equal_to_the_definition_in_the_interpreter():
-    _compare("cpu", TRITON_INTERPRET="1")
+    compare(CASES, "cpu", TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
 def test_equal_to_the_definition_on_cuda():
-    _compare("cuda", shares=8, TRITON_INTERPRET="0")  # most of the time compiles
+    compare(CASES, "cuda", shares=8, TRITON_INTERPRET="0")  # most of the time compiles
 
 
 POINTERS = dict.fromkeys(("x_ptr", "gate_ptr", "extra_ptr", "mod_scale_ptr", "mod_shift_ptr"), "*bf16")

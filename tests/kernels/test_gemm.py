@@ -2,13 +2,12 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from case_scripts import compare
 
 from dq.kernels.gemm import expand, gemm, gemv, layout, rows
 from dq.linear import QuantizedLinear
@@ -37,29 +36,16 @@ LAYERS = {
 }
 
 
-def _compare(script: Path, shares: int, device: str, **environment: str) -> None:
-    """Runs cases in processes of their own, with dq from this checkout."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    path = os.pathsep.join(filter(None, [str(CASES.parents[2]), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
-    commands = [[sys.executable, str(script), device, str(i), str(shares)] for i in range(shares)]
-    running = [
-        subprocess.Popen(c, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands
-    ]
-    outputs = [process.communicate()[0] for process in running]
-    assert not any(process.returncode for process in running), "\n".join(outputs)
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_equal_to_the_references_in_the_interpreter(script):
-    _compare(script, 1, "cpu", TRITON_INTERPRET="1")
+    compare(script, "cpu", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_equal_to_the_references_on_cuda(script):
-    _compare(script, min(12, os.cpu_count() or 1), "cuda", TRITON_INTERPRET="0")
+    compare(script, "cuda", min(12, os.cpu_count() or 1), TRITON_INTERPRET="0")
 
 
 @pytest.mark.parametrize("name", LAYERS)

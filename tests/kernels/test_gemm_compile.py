@@ -108,16 +108,18 @@ def test_one_row(generation, case):
 
     kind, scale, group, unit = case
     types = dict(x_ptr="*bf16", w_ptr="*i32", scale_ptr="*u8" if scale else "*fp16", bias_ptr="*bf16", out_ptr="*bf16")
-    types |= dict(unit_ptr="*u8" if unit == 3 else "*fp32", k="i32*16", stride="i32*16", n="i32*16", groups="i32*16")
+    types |= dict(unit_ptr="*u8" if unit == 3 else "*fp32", n="i32*16")
+    rows, warps, steps = 8, 4, 2
     constants = dict(
-        KIND=kind, SCALE=scale, UNIT=unit, BIAS=True, dtype=tl.bfloat16, ASM=True, EVEN=True, GROUP=group, S=4, R=4,
-        U=1, rows_per_scale=1, **_habits(),
+        KIND=kind, SCALE=scale, UNIT=unit, BIAS=True, dtype=tl.bfloat16, ASM=True, EVEN=True, GROUP=group, S=warps,
+        R=rows, U=steps, K=4096, GROUPS=256 // max(group, 1), STRIDE=512, OWN=True, ONCE=True, EARLY=True,
+        rows_per_scale=1, **_habits(),
     )  # fmt: skip
-    text = _ptx("row", "row_kernel", generation, types, constants, num_warps=4, num_stages=1)
+    text = _ptx("row", "row_kernel", generation, types, constants, num_warps=warps, num_stages=1, maxnreg=96)
     assert _products(text) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
-    rows, warps = 4, 4
-    assert text.count("shfl.sync") <= rows * 5 + rows * 2 and text.count("bar.sync") <= 4
-    assert text.count("ld.global.v2.b32") == rows and text.count("st.shared") <= 2 * warps
+    assert text.count("shfl.sync") <= rows * 5 + rows * 2 and text.count("bar.sync") <= 5
+    assert text.count("ld.global.v2.b32") == rows * steps and text.count("st.shared") <= 4 * warps
+    assert text.rindex("ld.global.v2.b32") < text.index("bar.sync") < text.index("mma.sync")  # all are under way first
     assert not re.search(r"cvt\.rn\.bf16\.s32", text)
 
 

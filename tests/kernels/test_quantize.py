@@ -2,12 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from case_scripts import compare
 
 from dq.kernels.quantize import columns
 from dq.kernels.quantize.nvfp4 import quantize_nvfp4, why_not
@@ -20,22 +19,13 @@ CASES = Path(__file__).with_name("quantize_cases.py")
 GENERATIONS = (80, 89, 90, 100, 120)
 
 
-def _compare(device: str, **environment: str) -> None:
-    """Runs the cases in a process of their own, with dq from this checkout."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    path = os.pathsep.join(filter(None, [str(CASES.parents[2]), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": path, **environment}
-    run = subprocess.run([sys.executable, str(CASES), device], env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-
-
 def test_equal_to_the_reference_in_the_interpreter():
-    _compare("cpu", TRITON_INTERPRET="1")
+    compare(CASES, "cpu", TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
 def test_equal_to_the_reference_on_cuda():
-    _compare("cuda", TRITON_INTERPRET="0")
+    compare(CASES, "cuda", shares=min(8, os.cpu_count() or 1), TRITON_INTERPRET="0")
 
 
 def _ptx(name: str, generation: int, warps: int = 4, **constants) -> str:

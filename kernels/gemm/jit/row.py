@@ -137,23 +137,17 @@ def _right(x, WIDTH: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def _places(lane, row, inner, REVERSE: tl.constexpr):
-    """lane [t, g, S] + row [R] + inner [W], in the order of loads."""
-    if REVERSE:
-        lane = tl.permute(lane, (2, 1, 0))
-        return lane[None, :, :, :, None] + row[:, None, None, None, None] + inner[None, None, None, None, :]
-    else:
-        return lane[:, :, :, None, None] + row[None, None, None, :, None] + inner[None, None, None, None, :]
-
-
-@triton.jit
 def _read(pointer, lane, row, inner, inside, EVEN: tl.constexpr, REVERSE: tl.constexpr):
-    """[t, g, S, R, W] of what lies at `lane` + `row` + `inner` where inside [t, g, S]; else 0."""
-    at = pointer + _places(lane, row, inner, REVERSE)
-    if EVEN:
-        x = tl.load(at)
+    """[t, g, S, R, W] of what lies at `lane` [t, g, S] + `row` [R] + `inner` [W], where inside [t, g, S]; else 0. What
+    the compiler knows of row and inner becomes part of the instructions: one address a lane for all rows."""
+    if REVERSE:
+        lane, inside = tl.permute(lane, (2, 1, 0)), tl.permute(inside, (2, 1, 0))
+        at = (pointer + lane)[None, :, :, :, None] + row[:, None, None, None, None] + inner[None, None, None, None, :]
+        inside = inside[None, :, :, :, None]
     else:
-        x = tl.load(at, mask=_places(inside.to(tl.int32), row * 0, inner * 0, REVERSE) > 0, other=0)
+        at = (pointer + lane)[:, :, :, None, None] + row[None, None, None, :, None] + inner[None, None, None, None, :]
+        inside = inside[:, :, :, None, None]
+    x = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
     return tl.permute(x, (3, 2, 1, 0, 4)) if REVERSE else x
 
 
@@ -185,46 +179,58 @@ def _product(
 
 @triton.jit(do_not_specialize=["each", "scale_stride"])
 def row_kernel(
-    x_ptr, w_ptr, scale_ptr, unit_ptr, bias_ptr, out_ptr,
-    n, k, groups, stride, rows_per_scale, each, scale_stride,
+    x_ptr, w_ptr, scale_ptr, unit_ptr, bias_ptr, out_ptr, n, rows_per_scale, each, scale_stride,
+    K: tl.constexpr, GROUPS: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr,
     KIND: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr, BIAS: tl.constexpr, dtype: tl.constexpr,
     ASM: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, S: tl.constexpr, R: tl.constexpr, U: tl.constexpr,
-    REVERSE: tl.constexpr, NARROW: tl.constexpr,
+    ONCE: tl.constexpr, EARLY: tl.constexpr, REVERSE: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """out[n] = sum_k x[k] w[n, k] + bias[n]; a program takes R rows of W, each of its S warps `each` times U steps of
-    eight pieces. Arguments as of `gemv_kernel`, but
+    """out[n] = sum_k x[k] w[n, k] + bias[n]; a program takes R rows of W (the last one the last R: N >= R), each of its
+    S warps `each` times U steps of eight pieces. Arguments as of `gemv_kernel`, but
 
     Args:
-        w_ptr: int32 [N, stride], eight codes each; K is a multiple of 16.
+        w_ptr: int32 [N, STRIDE], eight codes each; K is a multiple of 16.
         scale_stride: from one group to the next, 1; as a number that the compiler does not know it keeps a scale with
             its lane, where else one lane would load those of its neighbours.
+        OWN: every row has scales of its own, GROUPS of them (rows_per_scale is 1).
         GROUP: lanes (16 columns) that share a scale, 0 for all of a row.
+        ONCE: `each` is 1.
+        EARLY: a barrier keeps the loads of an iteration together, ahead of its products; left alone, the compiler moves
+            some behind the products of the rows before them, to save registers.
         REVERSE, NARROW: what this version of the compiler wants: see the module, and `_ordered` for INT4.
     """
     ZERO: tl.constexpr = UNIT == 3
     FOLD: tl.constexpr = ASM and KIND == E2M1 and SCALE == SMALL_FLOAT and dtype == tl.bfloat16
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    safe = tl.where(row < n, row, 0)
+    start = tl.minimum(tl.program_id(0) * R, n - R)
+    start = start.to(tl.int64)
+    row = tl.arange(0, R)
     lane = (tl.arange(0, S)[None, :] * (each * U * 8) + tl.arange(0, 8)[:, None])[None, :, :] * 4
     lane += tl.arange(0, 4)[:, None, None]  # [t, g, S], in 16 columns
     none = tl.zeros((1,), tl.int32)
     two, eight = tl.arange(0, 2), tl.arange(0, 8)
-    first = safe // rows_per_scale * groups
+    first, own = start * 0, (start + row) // rows_per_scale * GROUPS
+    if OWN:
+        first, own = start * GROUPS, row * GROUPS
     # Ahead of the loop, which hides how long they take.
-    factor, bias = of_row(scale_ptr + first, unit_ptr, bias_ptr, safe, SCALE, GROUP == 0, UNIT, FOLD, BIAS)
+    factor, bias = of_row(
+        scale_ptr + first + own, unit_ptr, bias_ptr, start + row, SCALE, GROUP == 0, UNIT, FOLD, BIAS
+    )  # fmt: skip
     total = tl.zeros((S, R * 8, 8), tl.float32)
-    for i in range(each):
+    for i in range(1 if ONCE else each):
         words, xs, scales, zeros = (), (), (), ()
         for u in tl.static_range(U):
             at = lane + (i * U + u) * 32
-            inside = at * 16 < k
-            words = words + (_read(w_ptr, at * 2, safe * stride, two, inside, EVEN, REVERSE),)
-            xs = xs + (_read(x_ptr, at * 16, two * 8, eight, inside, EVEN, REVERSE).to(dtype),)
+            words = words + (_read(w_ptr + start * STRIDE, at * 2, row * STRIDE, two, at * 16 < K, EVEN, REVERSE),)
             group = at // GROUP * scale_stride if GROUP > 0 else at * 0
             # All four lanes of a piece that begins within K hold its scale, for all of them hold its results.
-            inside = inside if KIND == E2M1 else at // 4 * 64 < k
-            scales = scales + (_read(scale_ptr, group, first, none, inside, EVEN, REVERSE),)
-            zeros = zeros + (_read(unit_ptr, group, first, none, inside, EVEN, REVERSE) if ZERO else 0,)
+            inside = at * 16 < K if KIND == E2M1 else at // 4 * 64 < K
+            scales = scales + (_read(scale_ptr + first, group, own, none, inside, EVEN, REVERSE),)
+            zeros = zeros + (_read(unit_ptr + first, group, own, none, inside, EVEN, REVERSE) if ZERO else 0,)
+        if EARLY:
+            tl.debug_barrier()
+        for u in tl.static_range(U):
+            at = lane + (i * U + u) * 32
+            xs = xs + (_read(x_ptr, at * 16, two * 8, eight, at * 16 < K, EVEN, REVERSE).to(dtype),)
         for u in tl.static_range(U):
             total = _product(
                 total, words[u], xs[u], scales[u], zeros[u],
@@ -234,4 +240,4 @@ def row_kernel(
     diagonal = tl.arange(0, 8)[:, None] == tl.arange(0, 8)[None, :]
     total = tl.where(diagonal[None, None, :, :], total, 0.0)
     total = tl.sum(tl.sum(tl.sum(total, axis=3), axis=2), axis=0)
-    tl.store(out_ptr + row, (total * factor + bias).to(out_ptr.dtype.element_ty), mask=row < n)
+    tl.store(out_ptr + start + row, (total * factor + bias).to(out_ptr.dtype.element_ty))
