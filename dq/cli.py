@@ -174,6 +174,7 @@ def _add_bench(sub) -> None:
         "--peers", nargs="*", metavar="NAME", help="of torchao and gemlite, which tune for every shape (default: both "
         "where installed; without a name: none)",
     )  # fmt: skip
+    r.add_argument("--markdown", metavar="FILE", help="also write the table as Markdown")
     r.set_defaults(run=commands.bench_kernels)
     t, g = _add_bench_llm(kinds), _add_bench_generation(kinds)
     for one in (p, q, r, t, g, *commands_bench.add(kinds)):

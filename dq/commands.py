@@ -351,7 +351,7 @@ def bench_generation(args: argparse.Namespace) -> None:
 def bench_kernels(args: argparse.Namespace) -> None:
     """`dq bench kernels`."""
     from dq import checks
-    from dq.eval.bench import kernels
+    from dq.eval.bench import kernel_table, kernels
 
     check_reports(args)
     models = tuple(args.models or ("flux", "llama-decode"))
@@ -361,10 +361,12 @@ def bench_kernels(args: argparse.Namespace) -> None:
         """Every shape as soon as it is measured; a run that is stopped keeps them."""
         nonlocal shown
         if not shown:
-            print(kernels.head(result))
-        print(kernels.text(result["rows"][shown:]), flush=True)
+            print(kernel_table.head(result))
+        print(kernel_table.text(result["rows"][shown:]), flush=True)
         shown = len(result["rows"])
         _write_json(result, args.json)
+        if args.markdown:
+            Path(args.markdown).write_text(kernel_table.markdown(result), encoding="utf-8")
 
     peers = kernels.PEERS if args.peers is None else args.peers
     kernels.measure(models, args.engines, checks.device(args.device), args.repeat, args.divide, say, tuple(peers))

@@ -351,33 +351,3 @@ def measure(
             rows += these
             say(result)
     return result
-
-
-def head(result: dict[str, Any]) -> str:
-    """What the table was measured on."""
-    top, where = result["ceilings"], result["environment"]
-    versions = ", ".join(f"{k} {where['versions'][k]}" for k in ("dq", "torch", "triton") if k in where["versions"])
-    return (
-        f"{where['device']}, {versions}; copy {top['bandwidth']:.0f} GB/s, BF16 {top['bf16']:.0f}, "
-        f"FP8 {top['fp8']:.0f} TFLOP/s; medians of {result['repeat']}"
-    )
-
-
-def text(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of the table for a terminal."""
-    out, before = [], None
-    for r in rows:
-        if before != (r["model"], r["m"], r["k"], r["n"]):
-            before = (r["model"], r["m"], r["k"], r["n"])
-            out += ["", f"{r['model']}: M {r['m']}, K {r['k']}, N {r['n']}"]
-            out.append(f"  {'':<26} {'us':>8} {'x BF16':>10} {'limit':>6} {'error':>8} {'layer':>8}  kernel, grid")
-        if "failed" in r:
-            out.append(f"  {r['engine']:<26} {r['failed']}")
-            continue
-        wrong = [f"{r[key]:.1e}" if r[key] is not None else "" for key in ("error", "layer")]
-        out.append(
-            f"  {r['engine']:<26} {r['us']:>8.1f} {r['ratio']:>5.2f} ±{r['ratio_spread']:.2f} {r['limit']:>6.0%} "
-            f"{wrong[0]:>8} {wrong[1]:>8}  "
-            f"{r['backend']}{', ' * bool(r['grid'])}{r['grid']}"
-        )
-    return "\n".join(out)

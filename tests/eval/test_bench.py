@@ -122,9 +122,10 @@ def test_activation_table(monkeypatch):
 
 def test_kernels_report(tmp_path, capsys):
     """On a small CPU problem the error of the operands is that of BF16, of the layer that of its grids."""
-    out = tmp_path / "k.json"
+    out, page = tmp_path / "k.json", tmp_path / "k.md"
     assert main(["bench", "kernels", "--divide", "48", "--repeat", "1", "--device", "cpu", "--models", "flux",
-                 "--engines", "fp8", "w4a4-nvfp4-svd", "w4a16 g64", "--json", str(out)]) == 0  # fmt: skip
+                 "--engines", "fp8", "w4a4-nvfp4-svd", "w4a16 g64", "--json", str(out),
+                 "--markdown", str(page)]) == 0  # fmt: skip
     result = json.loads(out.read_text())
     assert {"dq", "torch"} <= set(result["environment"]["versions"])
     rows = [r for r in result["rows"] if (r["k"], r["n"]) == (64, 256)]
@@ -132,6 +133,10 @@ def test_kernels_report(tmp_path, capsys):
     assert all(r["error"] < 3e-3 and r["us"] > 0 and r["ratio"] > 0 and r["limit"] > 0 for r in rows)
     assert rows[1]["layer"] < 0.06 < rows[2]["layer"] < 0.2
     assert "flux: M 96, K 64, N 256" in capsys.readouterr().out
+    lines = page.read_text().splitlines()
+    assert lines[2] == "flux, M = 96" and lines[4].startswith("| engine | kernel | 64 -> 64 | 64 -> 192 | 64 -> 256 |")
+    assert lines[6].startswith("| `bf16` | torch | ") and f" (1.00x, {rows[0]['limit']:.0%})" in lines[6]
+    assert len({line.count("|") for line in lines[4:]}) == 1 and lines[7].startswith("| `fp8` | ")
 
 
 @pytest.mark.parametrize(("option", "word"), [("--models", "fluxx"), ("--engines", "fp9"), ("--peers", "torcha")])
