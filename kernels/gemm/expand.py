@@ -61,49 +61,58 @@ def _launch(codes, scale, unit, up, kind, group, rows, k, width, dtype) -> tuple
     rank, stride = 0 if up is None else up.shape[1], codes.shape[1]
     scales, target = as_bytes(scale), as_bytes(out)
     words = dtype == torch.float8_e4m3fn and not (k % 8 or width % 4 or stride % 4)
-    words = words and capability(codes.device) >= (8, 9)
-    options, grid, steps = _plan(
-        n, k, groups, width, rank, kind, group, scale_kind(scale), unit_kind(unit), _TARGETS[dtype], words,
-        codes.is_cuda, native_fp8(codes.device),
-    )  # fmt: skip
+    words = words and (not codes.is_cuda or capability(codes.device) >= (8, 9))
+    facts = (kind, scale_kind(scale), unit_kind(unit), native_fp8(codes.device), rank, width - k, codes.is_cuda)
     vectors = (scales, scales if unit is None else unit, scales if up is None else up)
     if words:
         from dq.kernels.gemm.jit.words import expand_words_kernel
 
+        options, rows_of_one = _plan_words(k, group if groups > 1 else 0, *facts)
         data = (codes.view(torch.int32), *vectors, target, out.view(torch.int32), base)
-        launch(expand_words_kernel, grid, (*data, n, k, groups, stride // 4, rank, width, rows or n, steps), options)
+        numbers = (n, k, groups, stride // 4, rank, width, rows or n)
+        launch(expand_words_kernel, (-(-n // rows_of_one),), (*data, *numbers), options)
     else:
         from dq.kernels.gemm.jit.expand import expand_kernel
 
+        options, grid, steps = _plan(n, k, groups, group, _TARGETS[dtype], *facts)
         data = (as_bytes(codes).view(torch.uint8), *vectors, target, base)
         launch(expand_kernel, grid, (*data, n, k, groups, stride, rank, width, rows or n, steps), options)
     return out, base
 
 
+def _constants(kind: str, scale: int, unit: int, fp8: bool, rank: int, extra: int) -> dict[str, Any]:
+    """Compile-time arguments that both kernels have."""
+    behind = dict(RANK=_pow2(rank) if rank else 0, EXTRA=_pow2(extra) if extra else 0)
+    return dict(KIND=KINDS[kind], SCALE=scale, UNIT=unit, FP8=fp8, **behind)
+
+
 @lru_cache(maxsize=1024)  # of every launch
 def _plan(
-    n: int, k: int, groups: int, width: int, rank: int, kind: str, group: int, scale: int, unit: int, target: int,
-    words: bool, on_gpu: bool, fp8: bool,
+    n: int, k: int, groups: int, group: int, target: int,
+    kind: str, scale: int, unit: int, fp8: bool, rank: int, extra: int, on_gpu: bool,
 ) -> tuple[dict[str, Any], tuple[int, int], int]:  # fmt: skip
-    """(compile-time arguments and options, grid, steps along K) of the kernel for values, or of the one for words."""
-    extra = width - k
-    options = dict(
-        KIND=KINDS[kind], SCALE=scale, UNIT=unit, FP8=fp8, RANK=_pow2(rank) if rank else 0,
-        # E4M3 scales need no row maximum: one compiled kernel for every K.
-        GROUPS=1 if scale == 1 else _pow2(groups), EXTRA=_pow2(extra) if extra else 0, num_warps=4,
-    )  # fmt: skip
+    """(compile-time arguments and options, grid, steps along K) of the kernel for values."""
+    options = _constants(kind, scale, unit, fp8, rank, extra)
+    # E4M3 scales need no row maximum: one compiled kernel for every K.
+    options |= dict(GROUPS=1 if scale == 1 else _pow2(groups), TARGET=target, BN=4 if on_gpu else 8, num_warps=4)
     size = (group if groups > 1 else 0) or 64  # elements that a tile takes at one scale
-    if not words:
-        options |= dict(BYTES=size if options["KIND"] >= 2 else size // 2, BN=4 if on_gpu else 8, TARGET=target)
-        options["BG"] = max(1, (1024 if on_gpu else 128) // size)
-    elif options["GROUPS"] > 1:
-        # Where the largest scale of a row is needed, a program is one row, which finds it alone.
-        options |= dict(WORDS=size // 8, BN=1, BG=max(1, 2048 // size), num_warps=2)
-    else:
-        options |= dict(WORDS=size // 8, BN=4, BG=max(1, 1024 // size))
+    options |= dict(BYTES=size if options["KIND"] >= 2 else size // 2, BG=max(1, (1024 if on_gpu else 128) // size))
     steps, blocks = -(-k // (size * options["BG"])), -(-n // options["BN"])
     # Programs over rows, and over columns where rows alone are too few to fill a GPU.
     return options, (blocks, max(1, min(steps, 2048 // blocks))), steps
+
+
+@lru_cache(maxsize=1024)
+def _plan_words(
+    k: int, group: int, kind: str, scale: int, unit: int, fp8: bool, rank: int, extra: int, on_gpu: bool
+) -> tuple[dict[str, Any], int]:
+    """(compile-time arguments and options, rows of a program) of the kernel for words: a lane has at most 8 chunks."""
+    chunks = -(-k // 16)
+    warps = _pow2(-(-chunks // 256))  # of a row
+    rows = max(1, 4 // warps)
+    options = _constants(kind, scale, unit, fp8, rank, extra)
+    options |= dict(ASM=on_gpu, WORDS=group // 8, BN=rows, C=32 * warps, TILES=-(-chunks // (32 * warps)))
+    return options | dict(num_warps=rows * warps), rows
 
 
 def _reference(codes, scale, unit, up, kind, group, rows, k, width, dtype) -> tuple[Tensor, Tensor]:

@@ -66,12 +66,13 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def expansions(device: str) -> Iterator[str]:
     """E4M3 and INT8 bit for bit; FP16 too (the interpreter truncates where it should round to BF16)."""
-    shapes = ((17, 96), (5, 130)) if device == "cpu" else ((17, 96), (5, 130), (300, 3072), (33, 15360))
-    for text in (*FOUR, "uint4/group64"):
+    shapes = ((17, 96), (5, 130), (6, 1144)) + (() if device == "cpu" else ((300, 3072), (33, 15360)))
+    for text in (*FOUR, "int4/group64/fp32", "uint4/group64"):
         for n, k in shapes:
             if not mine():
                 continue
             dense = sample(n, k) * 1e-4
+            dense[3] *= 1e-28 if text.endswith("fp32") else 1.0  # and one near the least scale
             dense[1, : k // 2], dense[2] = 0.0, 0.0  # groups and a row of zeros, whose scale is 1
             weight = quantize(dense, QuantSpec.parse(text))
             for rank in (0, 5):

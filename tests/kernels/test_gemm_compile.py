@@ -51,16 +51,29 @@ def test_expand(generation):
 
 
 @pytest.mark.parametrize("generation", GENERATIONS[1:])
-def test_expand_words(generation):
-    """Eight codes at a time: bytes looked up by permutation, converted once per group, without integer conversions."""
-    types = dict(words_ptr="*i32", unit_ptr="*fp32", up_ptr="*bf16", out_ptr="*u8", out_words_ptr="*i32")
+@pytest.mark.parametrize("k", [3072, 12288])
+def test_expand_words(generation, k):
+    """Eight codes at a time: bytes looked up by permutation, one table for a chunk, whose scale is loaded once, without
+    integer conversions; a lane loads 8 bytes and stores 16. Shared memory is for the largest scale of a row alone."""
+    from dq.kernels.gemm.expand import _plan_words
+
+    types = dict(words_ptr="*i32", unit_ptr="*fp32", up_ptr="*fp32", out_ptr="*u8", out_words_ptr="*i32")
     types |= dict(base_ptr="*fp32", k="i32*16", stride="i32*16", width="i32*16")
-    common = dict(UNIT=1, GROUPS=64, RANK=0, EXTRA=0, BN=4, rows_per_scale=1, FP8=generation >= 90)
-    for kind, scale, words, pointer in ((0, 0, 8, "*fp16"), (1, 1, 2, "*u8"), (1, 2, 4, "*u8")):
-        constants = common | dict(KIND=kind, SCALE=scale, WORDS=words, BG=128 // words)
-        text = _ptx("words", "expand_words_kernel", generation, types | dict(scale_ptr=pointer), constants)
-        assert "prmt.b32" in text and "cvt.rn.satfinite.e4m3x2.f32" in text and "st.global.v4.b32" in text
-        assert not re.search(r"cvt\.rn\.f32\.s32", text)
+    cases = (("int4", 0, 0, "*fp32"), ("int4", 0, 64, "*fp16"), ("e2m1", 1, 16, "*u8"), ("e2m1", 2, 32, "*u8"))
+    for kind, scale, group, pointer in cases:
+        constants, rows = _plan_words(k, group, kind, scale, 1, generation >= 90, 32, 128, True)
+        constants = constants | dict(rows_per_scale=1) | ({} if group else dict(groups=1))
+        warps, tiles = constants.pop("num_warps"), constants["TILES"]
+        assert (rows, warps, tiles) == {3072: (4, 4, 6), 12288: (1, 4, 6)}[k]
+        names = types | dict(scale_ptr=pointer)
+        text = _ptx("words", "expand_words_kernel", generation, names, constants, num_warps=warps)
+        assert text.count("ld.global.v2.b32") == tiles and text.count("st.global.v4.b32") == tiles
+        assert len(re.findall(r"ld\.global\.b(?:8|16)", text)) == (tiles if group else 0)
+        tables = (tiles if group else 1) * (5 if kind == "int4" else 4)
+        found = len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", text)) - 2 * (generation >= 90)  # of `up`
+        assert tables <= found <= tables * (1 if rows > 1 else 2)
+        assert "prmt.b32" in text and not re.search(r"cvt\.rn\.f32\.s32", text)
+        assert len(re.findall(r"ld\.shared", text)) <= 2
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)

@@ -23,7 +23,7 @@ LEAST = tl.constexpr(1e-36)  # of scales: below it their 64th would be subnormal
 
 
 @triton.jit
-def _unit(unit_ptr, row, inside, UNIT: tl.constexpr):
+def second_level(unit_ptr, row, inside, UNIT: tl.constexpr):
     """Second level of each row: none, one for the tensor, one per row (3: the pointer is to zero points instead)."""
     unit = tl.full(row.shape, 1.0, tl.float32)
     if UNIT == 1:
@@ -123,7 +123,7 @@ def expand_kernel(
     Args:
         codes_ptr: uint8 [N, stride].
         scale_ptr: [ceil(N / rows_per_scale), groups]; groups = 1 for a scale per row.
-        unit_ptr: second level, see UNIT of `_unit`.
+        unit_ptr: second level, see UNIT of `second_level`.
         up_ptr: [N, rank] or unused (RANK = 0).
         out_ptr: [N, width]: bytes of E4M3, floats, or int8. base_ptr: float32 [N] (E4M3 only).
         BYTES: bytes of codes in a group, of 32 elements at least where a scale spans more.
@@ -132,7 +132,7 @@ def expand_kernel(
     row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     inside = row < n
     scale_row = row // rows_per_scale
-    unit = _unit(unit_ptr, row, inside, UNIT)
+    unit = second_level(unit_ptr, row, inside, UNIT)
     factor = unit
     if TARGET == TO_E4M3:
         base = _base(
