@@ -8,7 +8,7 @@ import pytest
 import torch
 from case_scripts import compare
 
-from dq.kernels.activation.api import _inverse, activate, pack, tiling, why_not
+from dq.kernels.activation.api import _constants, _inverse, activate, pack, tiling, why_not
 from dq.kernels.activation.front import Front
 from dq.kernels.activation.grids import grid_of
 from dq.registry import DQError
@@ -39,7 +39,7 @@ POINTERS |= dict(order_ptr="*i64", codes_ptr="*u8", block_ptr="*u8")
 PLAIN = dict(
     K=1024, KIND="fp8", TARGET="e4m3", GROUP=0, HALF=False, RULE="", FRONT="", GATE=False, WEIGHT=False, BIAS=False,
     ADALN=False, SHIFT=False, SMOOTH=False, PERMUTE=False, ROTATE=0, RESIDUAL=0, DUAL=False, EXTRA=0, TAIL=0,
-    FUSED=True,
+    FUSED=True, AHEAD=0,
 )  # fmt: skip
 
 
@@ -54,14 +54,15 @@ def _ptx(generation: int, **constants) -> str:
     from dq.kernels.activation.jit.kernel import activate_kernel
 
     tiles, chunks, warps = tiling(PLAIN["K"])
-    constants = {**PLAIN, "TILES": tiles, "C": chunks, "HARDWARE": generation >= 90, **constants}
+    constants = {**PLAIN, "TILES": tiles, "C": chunks, "HARDWARE": generation >= 90, "num_warps": warps, **constants}
+    options = {n: constants.pop(n) for n in ("num_warps", "maxnreg") if n in constants}
+    options["enable_fp_fusion"] = constants.pop("enable_fp_fusion", False)
     names = activate_kernel.arg_names
     scalars = {n: "i32" for n in names if n not in constants} | dict(eps="fp32") | POINTERS
     signature = {n: "constexpr" if n in constants else scalars[n] for n in names}
     aligned = (*POINTERS, "stride", "gate_stride", "width")
     attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in aligned}
     source = ASTSource(fn=activate_kernel, signature=signature, constexprs=constants, attrs=attrs)
-    options = dict(num_warps=warps, enable_fp_fusion=False)
     compiled = triton.compile(source, target=GPUTarget("cuda", generation, 32), options=options)
     assert compiled.asm["cubin"]
     return compiled.asm["ptx"]
@@ -72,7 +73,7 @@ def test_compiles_for(generation, tmp_path, monkeypatch):
     """Without a GPU. Loads of 16 bytes; a rotation of 256 costs one shuffle for two elements in three of its four
     stages; E4M3 from float32 by the device's own conversion from sm_90 on, by integers before; no matrix product."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    rotated, plain = _ptx(generation, ROTATE=256), _ptx(generation)
+    rotated, plain = _ptx(generation, ROTATE=256, AHEAD=2112 * (generation >= 90)), _ptx(generation)
     tiles, chunks, warps = tiling(PLAIN["K"])
     each = tiles * chunks * 8 // (32 * warps)  # elements of a thread
     for ptx in (rotated, plain):
@@ -92,6 +93,21 @@ def test_compiles_for(generation, tmp_path, monkeypatch):
     if generation >= 100:  # as w4a4-nvfp4-arc-llm makes it for block-scaled tensor cores
         arc = dict(RULE="sweep", RESIDUAL=32, DUAL=True, PERMUTE=True)
         assert "cvt.rn.satfinite" not in _ptx(generation, KIND="nvfp4", GROUP=16, TARGET="packed", **arc)
+
+
+@pytest.mark.parametrize("size", [0, 256])
+def test_rows_of_three_tiles(size, tmp_path, monkeypatch):
+    """As it is launched at K = 12288: 16 warps fit on a processor, warps meet for one maximum, not for that of each
+    tile; a rotated row is asked for when its processor begins another one."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    grid = ("nvfp4", "e4m3", 16, False, "")
+    constants = _constants(12288, grid, "", size, 0, False, 0, 12288, (False,) * 9, True, 132)
+    assert constants["TILES"] == 3 and constants["AHEAD"] == (528 if size else 0)
+    ptx = _ptx(90, **constants)
+    assert re.search(r"\.maxnreg\s+128\b", ptx) and ptx.count("bar.sync") <= 2
+    assert ("cp.async.bulk.prefetch.L2" in ptx) == bool(size)
+    assert "maxnreg" not in _constants(3072, grid, "", size, 0, False, 0, 3072, (False,) * 9, True, 132)
+    assert not _constants(12288, grid, "", size, 0, False, 0, 12288, (False,) * 9, False, 132)["AHEAD"]
 
 
 @pytest.mark.parametrize("text", [*GRIDS, "int4/group64"])

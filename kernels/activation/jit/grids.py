@@ -21,10 +21,10 @@ LOW, HIGH = (tl.constexpr(i) for i in WINDOW)  # of `sweep`
 def round_signed(q, LOW: tl.constexpr, MANTISSA: tl.constexpr, TOP: tl.constexpr):
     """q rounded to a small float, half to even, saturating; -0 becomes 0. See `floats.round_float`."""
     q = tl.minimum(tl.maximum(q, -TOP), TOP)
-    FLOOR: tl.constexpr = (LOW + 127) << 23
-    exponent = tl.maximum(q.to(tl.int32, bitcast=True) & 0x7F800000, FLOOR)
-    magic = (exponent + (((23 - MANTISSA) << 23) + (1 << 22))).to(tl.float32, bitcast=True)
-    return (q + magic) - magic
+    LEAST: tl.constexpr = 2.0**LOW
+    LIFT: tl.constexpr = 1.5 * 2.0 ** (23 - MANTISSA)  # times the binade of q: whose last bit is a step
+    binade = (tl.maximum(tl.abs(q), LEAST).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.fma(binade, -LIFT, tl.fma(binade, LIFT, q))
 
 
 @triton.jit

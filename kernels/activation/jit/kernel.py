@@ -40,6 +40,28 @@ def _loaded(
     return at, x
 
 
+# One thread asks for `$2` bytes at `$1`, multiples of 16, if `$3`.
+FETCH = tl.constexpr("""{
+    .reg .pred p;
+    .reg .b32 t;
+    mov.u32 t, %tid.x;
+    setp.eq.u32 p, t, 0;
+    setp.ne.and.b32 p, $3, 0, p;
+    @p cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.u32 $0, 0;
+}""")
+
+
+@triton.jit
+def _fetch(x_ptr, there, K: tl.constexpr):
+    """Has a row of x brought to the L2."""
+    address = x_ptr.to(tl.int64) & -16
+    size: tl.constexpr = K * x_ptr.dtype.element_ty.primitive_bitwidth // 8
+    tl.inline_asm_elementwise(
+        FETCH, "=r,l,r,r", [address, size, there.to(tl.int32)], tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
 @triton.jit
 def _normalized(
     tiles, at, weight_ptr, bias_ptr, eps,
@@ -126,7 +148,7 @@ def activate_kernel(
     RULE: tl.constexpr, FRONT: tl.constexpr, GATE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     ADALN: tl.constexpr, SHIFT: tl.constexpr, SMOOTH: tl.constexpr, PERMUTE: tl.constexpr, ROTATE: tl.constexpr,
     RESIDUAL: tl.constexpr, DUAL: tl.constexpr, EXTRA: tl.constexpr, TAIL: tl.constexpr, HARDWARE: tl.constexpr,
-    FUSED: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr,
+    FUSED: tl.constexpr, AHEAD: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Arguments as of `dq.kernels.activation.launch`; strides are those of rows, in elements.
 
@@ -135,9 +157,12 @@ def activate_kernel(
         block_ptr: block scales [M, groups]: float32 of `fp8-group` and of INT4 groups as INT8, bytes of `packed`.
         width: bytes of a row of codes; rank: columns of `extra`.
         EXTRA, TAIL: powers of two that hold rank, and the columns behind K and the residuals; 0 for none.
+        AHEAD: how many rows later the row is that is fetched meanwhile, 0 for none.
         TILES, C: a row lies in TILES tiles of C chunks of 8 elements, the last ones masked.
     """
     row = tl.program_id(0).to(tl.int64)
+    if AHEAD:
+        _fetch(x_ptr + (row + AHEAD) * stride, row + AHEAD < tl.num_programs(0), K)
     FLIP: tl.constexpr = ROTATE // 8 - 1 if ROTATE else 0
     NORM: tl.constexpr = FRONT == "rmsnorm" or FRONT == "layernorm"
     places = ()
@@ -151,15 +176,16 @@ def activate_kernel(
     if NORM:
         tiles = _normalized(tiles, places, weight_ptr, bias_ptr, eps, K, FRONT, WEIGHT, BIAS, TILES)
     group = row // period * mod_stride
-    top = 0.0
+    high = tl.zeros((C,), tl.float32)
     done = ()
     for t in tl.static_range(TILES):
         y = _transformed(
             tiles[t], places[t], mod_scale_ptr + group, mod_shift_ptr + group, shift_ptr, inverse_ptr,
             K, ADALN, SHIFT, SMOOTH, ROTATE, C,
         )  # fmt: skip
-        top = larger(top, largest(largest(tl.abs(y), 1, False, FUSED), 0, False, FUSED))
+        high = larger(high, largest(tl.abs(y), 1, False, FUSED))
         done = done + (y,)
+    top = largest(high, 0, False, FUSED)  # once for all tiles: warps wait for each other
     beside = 0.0
     if EXTRA:
         column = tl.arange(0, EXTRA)
