@@ -201,6 +201,8 @@ def _checked_plans(
 
 def _rewritten(model: nn.Module, planned: Plan, records: Sequence[Record], skip: Sequence[str], bar: Any) -> Plan:
     """Applies the recipe's rewrites to the 16-bit model and plans anew: a rewrite may untie weights or add biases."""
+    if hasattr(plugin := _plugin(model), "own"):
+        plugin.own(model)  # untying is written there
     apply_rewrites(model, planned, records, bar)
     return make_plan(model, planned.recipe, [p for p in skip or () if _matches_any(model, p)])
 

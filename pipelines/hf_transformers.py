@@ -35,6 +35,7 @@ from dq.pipelines.hook import complete
 from dq.pipelines.model_card import push_with_card
 from dq.pipelines.on_load import OnLoad, element_bytes, own_memory, refuse_disk, refuse_second
 from dq.pipelines.origin import note_origin
+from dq.pipelines.own_config import own_config, whole_of
 from dq.registry import DQError
 
 _OF_AN_EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -267,7 +268,22 @@ def _check_files(model: nn.Module, headers: dict[str, Header], quantizer: HfQuan
 
 
 def attach(model: nn.Module) -> None:
-    """Makes a model quantized in memory save and load like one that was loaded quantized."""
+    """Makes a model quantized in memory save and load like one that was loaded quantized, and so the one that it is a
+    part of."""
+    whole = whole_of(model)
+    if whole is not model and hasattr(model, "dq_artifact"):
+        whole.dq_artifact = model.dq_artifact
+    own_config(whole)
+    for one in dict.fromkeys((model, whole)):  # the whole last: a configuration that both hold describes that
+        _attach(one)
+
+
+def own(model: nn.Module) -> None:
+    """Gives a model a configuration that can be changed without changing those of other models."""
+    own_config(whole_of(model))
+
+
+def _attach(model: nn.Module) -> None:
     release_gguf(model)
     note_origin(model)
     _keep_forms(model)
@@ -308,10 +324,25 @@ def release_gguf(model: nn.Module) -> None:
 
 def detach(model: nn.Module) -> None:
     """Undoes `attach`."""
-    if not quantized_linears(model) and getattr(model, "hf_quantizer", None) is not None:
-        model.hf_quantizer.remove_quantization_config(model)
-        if stacked_layers(model) and hasattr(model, "_weight_conversions"):
-            del model._weight_conversions  # it may lack what splits stacked experts on saving: the class's own counts
+    whole = whole_of(model)
+    for one in dict.fromkeys((model, whole)):
+        if quantized_linears(one) or getattr(one, "hf_quantizer", None) is None:
+            continue
+        one.hf_quantizer.remove_quantization_config(one)
+        _unshare(one.config)
+        one.__dict__.pop("dq_artifact", None)
+        if stacked_layers(one) and hasattr(one, "_weight_conversions"):
+            del one._weight_conversions  # it may lack what splits stacked experts on saving: the class's own counts
+    if quantized_linears(whole):  # in another part
+        _attach(whole)
+
+
+def _unshare(config: Any) -> None:
+    """Undoes `_share`."""
+    vars(config).pop("quantization_config", None)
+    for name in getattr(config, "sub_configs", {}):
+        if isinstance(getattr(config, name, None), PretrainedConfig):
+            _unshare(getattr(config, name))
 
 
 def register(auto: Any) -> None:
