@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from dq import commands, commands_bench, commands_chat, commands_correct, commands_export
 from dq._layout import is_ours
+from dq.commands_call import add_call
 from dq.options import add_machine, add_sequential, add_text
 from dq.registry import DQError
 from dq.version import VERSION
@@ -47,19 +48,6 @@ def _add_recipe(p: argparse.ArgumentParser) -> None:
                    "language models 64)")  # fmt: skip
 
 
-def _add_call(p: argparse.ArgumentParser) -> None:
-    group = p.add_argument_group("pipeline call")
-    group.add_argument("--steps", type=int)
-    group.add_argument("--guidance-scale", type=float)
-    group.add_argument("--true-cfg-scale", type=float)
-    group.add_argument("--negative-prompt")
-    group.add_argument("--height", type=int)
-    group.add_argument("--width", type=int)
-    group.add_argument("--max-sequence-length", type=int)
-    group.add_argument("--demo-kwargs", action="store_true", help="start from dq.demo_kwargs() (128 px, 20 steps)")
-    group.add_argument("--seed", type=int, default=0)
-
-
 def _add_records(p: argparse.ArgumentParser) -> None:
     p.add_argument("--batch-size", type=int, help="prompts per pipeline call; changes speed, not the noise")
     p.add_argument("--records", type=int, help="denoiser calls that are kept, spread over steps (default 64)")
@@ -84,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_text(p, "that calibrates a language model", samples=True)
     add_sequential(p)
     p.add_argument("--resume", help="folder for finished blocks: the same command continues after an interruption")
-    _add_call(p)
+    add_call(p)
     p.set_defaults(run=commands.quantize)
     _add_use(sub)
     _add_bench(sub)
@@ -124,7 +112,7 @@ def _add_use(sub) -> None:
     p.add_argument("--out", help="image file (default image.png)")
     p.add_argument("--max-new-tokens", type=int, default=64)
     p.add_argument("--kv-cache", metavar="NAME", help="keys and values of a text in few bits (dq list caches)")
-    _add_call(p)
+    add_call(p)
     p.set_defaults(run=commands.generate)
     p = sub.add_parser("eval", help="measure pipelines or language models against a 16-bit reference")
     _add_source(p, "folder or hub id of the quantized pipeline or model")
@@ -141,7 +129,7 @@ def _add_use(sub) -> None:
     p.add_argument("--metrics", nargs="+", help="names (dq list metrics); default: all that run here")
     p.add_argument("--out", help="report.html or numbers.json (default report.html; of a text: numbers.json, or none)")
     _add_records(p)
-    _add_call(p)
+    add_call(p)
     p.set_defaults(run=commands.evaluate)
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dq.commands_bench import check_reports
+from dq.commands_call import call_kwargs
 from dq.registry import DQError, suggest
 
 REPORT = (".html", ".json")
 IMAGE = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 COUNTS = (
-    *("steps", "height", "width", "max_sequence_length", "max_new_tokens"),
+    *("steps", "height", "width", "num_frames", "max_sequence_length", "max_new_tokens"),
     *("count", "batch_size", "records", "min_features", "rows", "repeat", "divide"),
     *("samples", "length", "stride", "windows", "train_steps", "batch", "micro_batch"),
 )
@@ -94,9 +94,9 @@ def plan(args: argparse.Namespace) -> None:
 def quantize(args: argparse.Namespace) -> None:
     """`dq quantize`: plan, calibrate, quantize, save; a model takes its tokenizer along."""
     from dq import commands_text
-    from dq.checks import one_line, output_folder
     from dq.pipelines.api import quantize as run
-    from dq.pipelines.loading import copy_companions, is_model_folder, is_pipeline
+    from dq.pipelines.loading import is_model_folder, is_pipeline
+    from dq.pipelines.saving import check_place, save
 
     recipe = _recipe(args)
     _check_targets(args)
@@ -108,15 +108,13 @@ def quantize(args: argparse.Namespace) -> None:
     obj = _load(args)
     if calibration is not None and args.text is None and not is_pipeline(obj):
         raise DQError(_no_records(recipe, type(obj).__name__))
-    output_folder(args.out, _print_plan(obj, recipe, args))
+    check_place(obj, args.out, _print_plan(obj, recipe, args), args.components)
     more = {"components": args.components, "skip": args.skip, "resume": args.resume, "sequential": args.sequential}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "SQNR of ")  # a note of the report below
         report = run(obj, recipe, calibration=calibration, **more)
     print(report)
-    with one_line(f"cannot save to {args.out}"):
-        obj.save_pretrained(args.out)
-        copied = [] if is_pipeline(obj) else copy_companions(args.source, args.out)
+    copied = save(obj, args.out, [args.source])
     print(f"saved to {args.out}{' with ' * bool(copied)}{', '.join(copied)}")
 
 
@@ -143,7 +141,7 @@ def _calibration(args: argparse.Namespace, recipe: Any, pipeline: bool) -> Any:
         return None
     options = {"seed": args.seed, "batch_size": args.batch_size, "records": args.records}
     given = {k: v for k, v in options.items() if v is not None}
-    found = Prompts.from_file(args.prompts, **given, **_call_kwargs(args, [args.source], "steps"))
+    found = Prompts.from_file(args.prompts, **given, **call_kwargs(args, [args.source], "steps"))
     if recipe.needs_calibration:
         return found
     print(f"recipe {recipe.name} needs no calibration: --prompts is not used")
@@ -156,28 +154,6 @@ def _no_records(recipe: Any, what: str) -> str:
         f'language model --text FILE, in Python dq.quantize(model, "{recipe.name}", calibration=[dict(input_ids=ids), '
         "...]), or take a data-free recipe (dq list recipes)"
     )
-
-
-def _call_kwargs(args: argparse.Namespace, sources: Sequence[str], steps: str = "num_inference_steps") -> dict:
-    """Keyword arguments of the pipeline call that were given, on top of the demo's own if one of the sources is the
-    demo or was made from it."""
-    from dq.pipelines.demo import demo_kwargs
-    from dq.pipelines.loading import is_demo
-
-    kwargs = demo_kwargs() if args.demo_kwargs or any(is_demo(s) for s in sources) else {}
-    given = {
-        "num_inference_steps": args.steps,
-        "guidance_scale": args.guidance_scale,
-        "height": args.height,
-        "width": args.width,
-        "max_sequence_length": args.max_sequence_length,
-        "negative_prompt": args.negative_prompt,
-        "true_cfg_scale": args.true_cfg_scale,
-    }
-    kwargs |= {k: v for k, v in given.items() if v is not None}
-    if "num_inference_steps" in kwargs:
-        kwargs[steps] = kwargs.pop("num_inference_steps")
-    return kwargs
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -206,7 +182,7 @@ def _generate_image(pipe: Any, args: argparse.Namespace, out: Path) -> None:
     from dq.eval.generate import generate as run
     from dq.eval.images import save_image
 
-    settings = Settings((args.prompt,), _call_kwargs(args, [args.source]), args.seed, step_bar=True)
+    settings = Settings((args.prompt,), call_kwargs(args, [args.source]), args.seed, step_bar=True)
     save_image(run(pipe, args.source, settings).images[0], out)
     print(f"image: {out}")
 
@@ -237,7 +213,7 @@ def evaluate(args: argparse.Namespace) -> None:
     from dq import checks, commands_text
     from dq.eval.compare import evaluate as run
     from dq.pipelines.calibration import Prompts
-    from dq.pipelines.loading import folder_of, is_model_folder
+    from dq.pipelines.loading import kind_of
 
     sources = [args.source, *args.more]
     twice = [s for s in sources if sources.count(s) > 1]
@@ -253,12 +229,11 @@ def evaluate(args: argparse.Namespace) -> None:
     checks.output_file(args.out, REPORT)
     prompts = Prompts.from_file(args.prompts).prompts[: args.count]
     for source in [args.reference, *sources]:
-        folder_of(source)
-        if is_model_folder(source):
+        if kind_of(source) == "model":
             raise DQError(
                 f"{source} is a model; it is compared on --text FILE, images need pipelines (model_index.json)"
             )
-    kwargs = _call_kwargs(args, [args.reference, *sources])
+    kwargs = call_kwargs(args, [args.reference, *sources])
     candidates = {s: (lambda s=s: _load(args, s, exported=True)) for s in sources}
     batch = {} if args.batch_size is None else {"batch_size": args.batch_size}
     records = {} if args.records is None else {"records": args.records}

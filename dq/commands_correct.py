@@ -33,18 +33,10 @@ def add(sub: Any) -> None:
 
 def correct(args: argparse.Namespace) -> None:
     """Loads both models, trains, saves; what can be refused is refused before."""
-    from dq.checks import one_line
     from dq.pipelines.correction import check_settings
     from dq.pipelines.correction import correct as run
-    from dq.pipelines.loading import (
-        copy_companions,
-        is_pipeline_folder,
-        load,
-        load_tokenizer,
-        parse_dtype,
-        quiet_libraries,
-        window,
-    )  # fmt: skip
+    from dq.pipelines.loading import is_pipeline_folder, load, load_tokenizer, parse_dtype, quiet_libraries, window
+    from dq.pipelines.saving import check_place, nbytes_of, save
     from dq.pipelines.text import Text, read_text
 
     names = ("rank", "rate", "batch", "scales", "norms", "micro_batch", "seed")
@@ -58,14 +50,13 @@ def correct(args: argparse.Namespace) -> None:
     length = window(args.length, args.source, 512)
     text = Text([words], tokenizer, samples=args.samples or 128, length=length, seed=args.seed)
     model = load(args.source, dtype, args.device)
+    check_place(model, args.out, nbytes_of(model))
     reference = load(args.reference, dtype, args.device)
     report = run(model, reference, text, layers=args.layers, any_reference=args.any_reference, **settings)
     print(report)
     if not report.changed:
         raise DQError("nothing was gained, so nothing is saved: take a smaller --rate, more --train-steps or more text")
-    with one_line(f"cannot save to {args.out}"):
-        model.save_pretrained(args.out)
-        copied = copy_companions(args.source, args.out) or copy_companions(args.reference, args.out)
+    copied = save(model, args.out, [args.source, args.reference])
     print(f"saved to {args.out}{' with ' * bool(copied)}{', '.join(copied)}")
 
 

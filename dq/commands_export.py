@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from dq.commands_call import add_call, call_kwargs
 from dq.options import add_machine, add_text
 from dq.registry import DQError
 
@@ -19,10 +20,9 @@ def add(sub: Any) -> None:
     p.add_argument("--fold", action="store_true", help="first move smoothing into what makes the input, where exact")
     add_text(p, "whose activations give the scales that a format stores", samples=True)
     p.add_argument("--prompts", metavar="FILE", help="the same for a pipeline: one prompt per line")
-    p.add_argument("--steps", type=int, help="denoising steps of a prompt")
     p.add_argument("--components", nargs="+", help="of a pipeline; default: all that are quantized")
-    p.add_argument("--seed", type=int, default=0)
     add_machine(p)
+    add_call(p)
     p.set_defaults(run=export)
 
 
@@ -57,12 +57,8 @@ def export(args: argparse.Namespace) -> None:
 
 def _prompts(args: argparse.Namespace) -> Any:
     from dq.pipelines.calibration import Prompts
-    from dq.pipelines.demo import demo_kwargs
-    from dq.pipelines.loading import is_demo
 
-    kwargs = demo_kwargs() if is_demo(args.source) else {}
-    steps = kwargs.pop("num_inference_steps", None) if args.steps is None else args.steps
-    return Prompts.from_file(args.prompts, seed=args.seed, **({} if steps is None else {"steps": steps}), **kwargs)
+    return Prompts.from_file(args.prompts, seed=args.seed, **call_kwargs(args, [args.source], "steps"))
 
 
 def _text(args: argparse.Namespace) -> Any:

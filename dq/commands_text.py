@@ -8,10 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from dq.commands_call import OPTIONS
 from dq.registry import DQError
 
-_PIPELINES = ("metrics", "records", "steps", "guidance_scale", "true_cfg_scale", "negative_prompt", "height", "width",
-              "max_sequence_length", "demo_kwargs")  # fmt: skip
+_PIPELINES = ("metrics", "records", *OPTIONS)
 
 
 def check_text_options(args: argparse.Namespace) -> None:
@@ -46,12 +46,13 @@ def evaluate(args: argparse.Namespace, load: Any) -> None:
     """`dq eval MODEL ... --reference MODEL --text FILE`: perplexity, KL, agreement; `--tasks`, `--speed` beside or
     instead of it. Candidates are loaded in turn."""
     from dq import checks
-    from dq.pipelines.loading import folder_of, load_tokenizer
+    from dq.pipelines.loading import kind_of, load_tokenizer
 
     check_text_options(args)
     sources = [args.source, *args.more]
     for source in (args.reference, *sources):
-        folder_of(source)
+        if kind_of(source) == "pipeline":
+            raise DQError(f"{source} is a pipeline; it is compared on --prompts FILE")
     if args.out is not None:
         checks.output_file(args.out, (".json",))
     if args.tasks:

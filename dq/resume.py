@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from dq.checks import one_line
 from dq.linear import LinearConfig, QuantizedLinear
 from dq.planning import Plan
 from dq.records import digest
@@ -77,8 +78,9 @@ class ResumeFolder:
                 "sqnr_db": layer.sqnr_db,
             }
         part = self._file(block).with_suffix(".part")
-        save_file(tensors, part, metadata={"layers": json.dumps(meta), "notes": json.dumps(notes)})
-        part.replace(self._file(block))
+        with one_line(f"cannot keep block {block} in {self.path}, which holds those before it"):
+            save_file(tensors, part, metadata={"layers": json.dumps(meta), "notes": json.dumps(notes)})
+            part.replace(self._file(block))
 
     def load(self, block: str) -> tuple[dict[str, QuantizedLinear], dict[str, Any]] | None:
         """The block's layers and notes, or None if it is not finished; a file that cannot be read does not count."""

@@ -114,11 +114,11 @@ def _arguments(pipe: Any, settings: Settings, rows: range, watch: _Watch) -> dic
     known = accepted(pipe)
     unknown = sorted(set(settings.kwargs) - known) if known is not None else []
     if unknown:
-        raise DQError(f"{type(pipe).__name__} takes no argument {', '.join(unknown)}; remove it from kwargs")
+        raise DQError(f"{type(pipe).__name__} takes no argument {', '.join(unknown)}: leave it out")
     if known and "num_frames" in known and settings.kwargs.get("num_frames") != 1:
         raise DQError(
-            f"{type(pipe).__name__} makes videos, and this takes images: in Python kwargs with num_frames=1 make one, "
-            "and pipe(...) a video"
+            f"{type(pipe).__name__} makes videos, and this takes images: --num-frames 1, in Python num_frames=1 among "
+            "kwargs, makes one, and pipe(...) a video"
         )
     call = {name: _rows_of(name, value, settings, rows) for name, value in settings.kwargs.items()}
     ours = {

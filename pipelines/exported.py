@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dq.linear import QuantizedLinear
 from dq.pipelines.expert_names import file_names, of_experts, to_files, unlisted
+from dq.pipelines.loading import read_config
 from dq.pipelines.naming import Rule, entries, to_original
 from dq.profiles import convention
 from dq.qtensor import QTensor
@@ -276,6 +277,25 @@ def _own(tensor: Tensor) -> Tensor:
     """A contiguous tensor with a storage of its own; one that is part of a larger one cannot be written."""
     tensor = tensor.detach().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def readers() -> dict[str, Exporter]:
+    """`quant_method` -> the format that is read back by it."""
+    return {e.method: e for e in EXPORTERS if e.method and e.read}
+
+
+def method(folder: Path) -> str:
+    """`quant_method` of the config.json in a folder, "" without one."""
+    file = folder / "config.json"
+    said = read_config(file).get("quantization_config") if file.is_file() else None
+    return str(said.get("quant_method", "")) if isinstance(said, dict) else ""
+
+
+def in_diffusers(folder: Path) -> list[Path]:
+    """The folders of the diffusers models in a model's or pipeline's folder that another engine's codes are in."""
+    inside = sorted(folder.iterdir()) if (folder / "model_index.json").is_file() else [folder]
+    held = [f for f in inside if method(f) in readers()]
+    return [f for f in held if "_class_name" in read_config(f / "config.json")]
 
 
 def plain_state(job: Job) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from dq.checkpoint import FORMAT_VERSION, finish_model, prepare_model
 from dq.linear import QuantizedLinear
 from dq.pipelines import gguf_file, loading
 from dq.pipelines.expert_names import from_files, of_experts
-from dq.pipelines.exported import EXPORTERS, Exporter, Files, Stored
+from dq.pipelines.exported import EXPORTERS, Exporter, Files, Stored, in_diffusers, method, readers
 from dq.pipelines.loading import folder_of, model_class, read_config
 from dq.pipelines.naming import Rule, entries, from_original
 from dq.pipelines.rows import split
@@ -71,34 +71,19 @@ def load(source: str | Path, dtype: torch.dtype | None = None, device: str | Non
     target, path = checks.device(device), Path(source).expanduser()
     single = path.is_file() and path.suffix == ".safetensors"
     file = gguf_file.file_in(path)
-    if single or (file and gguf_file.holds_codes(file)) or _method(path) in _readers() or loading.foreign_file(path):
+    if single or (file and gguf_file.holds_codes(file)) or method(path) in readers() or loading.foreign_file(path):
         return load_exported(source, dtype).to(target)
-    if _components(path):
+    if in_diffusers(path):
         with checks.one_line(f"cannot load {source}"):
             return _pipeline(path, dtype).to(target)
     return loading.load(str(file or source), dtype or torch.bfloat16, str(target))
-
-
-def _method(folder: Path) -> str:
-    """`quant_method` of the config.json in a folder, "" without one."""
-    file = folder / "config.json"
-    said = read_config(file).get("quantization_config") if file.is_file() else None
-    return str(said.get("quant_method", "")) if isinstance(said, dict) else ""
-
-
-def _components(folder: Path) -> list[str]:
-    """The diffusers models of a pipeline's folder that another engine's codes are in."""
-    if not (folder / "model_index.json").is_file():
-        return []
-    held = [f for f in sorted(folder.iterdir()) if _method(f) in _readers()]
-    return [f.name for f in held if "_class_name" in read_config(f / "config.json")]
 
 
 def _pipeline(folder: Path, dtype: torch.dtype | None) -> Any:
     """The pipeline around these models; diffusers, which may lack what reads them, loads the rest."""
     from diffusers import DiffusionPipeline
 
-    models = {name: load_exported(folder / name, dtype) for name in _components(folder)}
+    models = {part.name: load_exported(part, dtype) for part in in_diffusers(folder)}
     return DiffusionPipeline.from_pretrained(folder, dtype=dtype or torch.bfloat16, **models)
 
 
@@ -135,19 +120,14 @@ def _open(source: str | Path, config: str | Path | None) -> Files:
     return Files(path, read_config(said), tensors, metadata)
 
 
-def _readers() -> dict[str, Exporter]:
-    return {e.method: e for e in EXPORTERS if e.method and e.read}
-
-
 def _reader(files: Files) -> Exporter:
-    readers = _readers()
-    method = files.quantization.get("quant_method")
-    if method in readers:
-        return readers[method]
-    found = next((e for e in EXPORTERS if e.read and e.recognises(files)), None) if method is None else None
+    known, said = readers(), files.quantization.get("quant_method")
+    if said in known:
+        return known[said]
+    found = next((e for e in EXPORTERS if e.read and e.recognises(files)), None) if said is None else None
     if found is None:
-        hint = "; from_pretrained and dq.load open it" if method == "dq" else suggest(str(method), readers)
-        raise DQError(f"it is quantized by {method!r}{hint}" if method else "it is not quantized in a known format")
+        hint = "; from_pretrained and dq.load open it" if said == "dq" else suggest(str(said), known)
+        raise DQError(f"it is quantized by {said!r}{hint}" if said else "it is not quantized in a known format")
     return found
 
 

@@ -96,6 +96,7 @@ _OF_CODES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv",
 def _load_local(path: Path, dtype: torch.dtype) -> Any:
     if path.suffix == GGUF:
         return _load_gguf(path, dtype)
+    _refuse_exported(path)
     if (path / "model_index.json").is_file():
         if "_class_name" not in read_config(path / "model_index.json"):
             raise DQError("model_index.json names no _class_name: it is no pipeline")
@@ -116,8 +117,6 @@ def _load_local(path: Path, dtype: torch.dtype) -> Any:
         if name is None:
             raise DQError("config.json names no class (neither _class_name nor architectures)")
     cls = model_class(library, name)
-    if foreign_file(path):
-        raise DQError(f"{foreign_file(path)} is another engine's file: dq.load reads it, this takes what dq saved")
     if library.__name__ == "diffusers" or config.get("quantization_config"):
         return cls.from_pretrained(path, dtype=dtype)
     model, said = cls.from_pretrained(path, dtype=dtype, output_loading_info=True)
@@ -134,6 +133,23 @@ def foreign_file(folder: Path) -> str:
         return ""
     names = sorted(f.name for f in folder.glob("*.safetensors"))
     return "" if any(n.startswith("diffusion_pytorch_model") for n in names) else next(iter(names), "")
+
+
+def _refuse_exported(path: Path) -> None:
+    """Raises DQError for a diffusers model or pipeline that another engine's codes are in: its library cannot read them
+    all, or not without that engine's package."""
+    from dq.pipelines.exported import in_diffusers, method
+
+    file, parts = foreign_file(path), in_diffusers(path)
+    if file:
+        what = f"{file} is another engine's file"
+    elif parts:
+        what = f"{'it' if parts == [path] else f'its {parts[0].name}'} is in the form of {method(parts[0])}"
+    else:
+        return
+    verbs = ("dq.load", "dq inspect", *(("dq eval", "dq generate") if (path / "model_index.json").is_file() else ()))
+    verbs = f"{', '.join(verbs[:-1])} and {verbs[-1]}"
+    raise DQError(f"{what}: {verbs} read that; this takes the 16-bit one, or what dq quantize saved")
 
 
 def _load_gguf(path: Path, dtype: torch.dtype) -> Any:
@@ -257,6 +273,24 @@ def is_model_folder(source: str) -> bool:
     if path is not None and path.suffix == GGUF:
         return True
     return path is not None and not (path / "model_index.json").is_file() and (path / "config.json").is_file()
+
+
+def kind_of(source: str) -> str:
+    """`pipeline` or `model`, which a folder, GGUF file or hub id holds; looked up before anything loads.
+
+    Raises:
+        DQError: neither; a hub that knows nothing of it.
+    """
+    from dq.pipelines import hub
+
+    path = folder_of(source)
+    if path is None:
+        return "pipeline" if hub.find(source)[0] == hub.PIPELINE else "model"
+    if is_pipeline_folder(source):
+        return "pipeline"
+    if not is_model_folder(source) and not any(path.glob(f"*{GGUF}")):
+        raise DQError(f"{source} holds neither model_index.json nor config.json: it is no pipeline and no model")
+    return "model"
 
 
 def is_demo(source: str) -> bool:

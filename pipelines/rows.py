@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +108,7 @@ def write_matrices(
     encode: Callable[[str, str, Stored], dict[str, Tensor]],
     metadata: Callable[[], dict[str, str]],
 ) -> None:
-    """One file under the original names, the linears of every matrix joined.
+    """One file under the original names, the linears of every matrix joined; a warning where these are not known.
 
     Args:
         encode: `(name there, name of a member here, matrix) -> tensors` by their last name.
@@ -120,3 +121,9 @@ def write_matrices(
         if there not in tensors:
             tensors[there] = encode(there, name, join([job.stored(m) for m in job.together(name)], swap))
     write_file(job, folder, tensors, metadata())
+    if not job.rules:
+        warnings.warn(
+            f"the names that original checkpoints give to the layers of this {type(job.model).__name__} are not known: "
+            "the file keeps those of diffusers. dq.load reads it, other tools look for the original ones",
+            stacklevel=2,
+        )

@@ -204,6 +204,16 @@ def test_inputs_are_checked_first(refused, prompts, tmp_path):
     assert "device 'foo'" in refused("demo", "--device", "foo")
 
 
+def test_all_that_is_compared_is_looked_for_first(refused, llm, prompts, tmp_path):
+    """Not when its turn comes, after the reference was measured."""
+    (tmp_path / "empty").mkdir()
+    demo, missing = dq.demo_path(), "no-such-folder"
+    for name, words in ((missing, f"'{missing}' is no local folder"), (tmp_path / "empty", "it is no pipeline and no")):
+        assert words in refused("eval", demo, name, "--reference", demo, "--prompts", prompts)
+        assert words in refused("eval", llm, name, "--reference", llm, "--text", prompts)
+    assert "it is compared on --prompts FILE" in refused("eval", llm, demo, "--reference", llm, "--text", prompts)
+
+
 def test_sources(dq_):
     for name, match in {"": "the source is empty", "/nope": "/nope: no such folder"}.items():
         for argv in (("plan", name, "fp8"), ("inspect", name), ("generate", name, "a")):

@@ -29,6 +29,7 @@ ROWS = (
     ("loop",),
     ("eval", "pipelines"),
     ("showcase", "showcase_text", "showcase_speed"),
+    ("commands_call",),
     ("catalogue", "commands_text", "commands_export", "commands_chat", "commands_bench", "commands_correct"),
     ("commands",),
     ("cli", "__init__"),

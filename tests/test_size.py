@@ -5,7 +5,7 @@ import ast
 FILE_LINES = 400
 FUNCTION_LINES = 30
 SHORT_FUNCTIONS = 0.90
-CORE_LINES = 3585  # about 3,000 is the aim; the exact number only has to be noticed
+CORE_LINES = 3586  # about 3,000 is the aim; the exact number only has to be noticed
 # Folders that grow by one file per method, format or rule: each file stands for itself.
 DISCOVERED = ("dq/formats/", "dq/packing/", "dq/rewrites/", "dq/rounding/", "dq/scales/", "dq/transforms/")
 # Methods that work on finished plans or layers, beside the core and used by nothing below the loop.
@@ -13,7 +13,7 @@ METHODS = ("dq/auto.py", "dq/folding.py", "dq/fusing.py", "dq/reconstruct.py", "
 # What stands around numbers and algorithms: the command line, and the checks of what callers hand in.
 COMMAND_LINE = (
     *("dq/cli.py", "dq/commands.py", "dq/commands_text.py", "dq/commands_export.py", "dq/commands_chat.py"),
-    *("dq/commands_bench.py", "dq/commands_correct.py"),
+    *("dq/commands_bench.py", "dq/commands_call.py", "dq/commands_correct.py"),
     *("dq/showcase.py", "dq/showcase_text.py", "dq/showcase_speed.py", "dq/catalogue.py", "dq/checks.py"),
     "dq/plan_text.py",
 )

@@ -1,6 +1,7 @@
 """Exports of diffusers models and pipelines without the tools that read them: names, layouts, refusals, reading."""
 
 import json
+import warnings
 from functools import partial
 
 import pytest
@@ -173,7 +174,7 @@ def test_comfyui_file(made, tmp_path):
 
 
 def test_names_that_are_not_known(tiny, tmp_path):
-    """Another architecture keeps the names of diffusers."""
+    """Another architecture keeps the names of diffusers, with a warning; FLUX has its own."""
     from diffusers import SanaTransformer2DModel
 
     build = partial(SanaTransformer2DModel, in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=32,
@@ -181,9 +182,15 @@ def test_names_that_are_not_known(tiny, tmp_path):
                     caption_channels=32, sample_size=8)  # fmt: skip
     model = tiny.seeded(build, dtype=torch.bfloat16)
     dq.quantize(model, recipe("int8/channel", "int8/token"), progress=False)
-    out = dq.export(model, tmp_path / "out", "comfyui")
+    with pytest.warns(UserWarning, match=r"of this SanaTransformer2DModel are not known: .* dq\.load reads it"):
+        out = dq.export(model, tmp_path / "out", "comfyui")
     assert "transformer_blocks.0.attn1.to_q.comfy_quant" in load_file(out / "out.safetensors")
     same_weights(model, dq.load_exported(out))
+    model = tiny.flux()
+    dq.quantize(model, recipe("int8/channel"), progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dq.export(model, tmp_path / "flux", "comfyui")
 
 
 SYLVESTER = {"name": "rotate", "kind": "sylvester"}

@@ -81,7 +81,7 @@ def test_load_of_one_file_in_a_folder(tiny, tmp_path, kind):
     back, x = dq.load(dq.export(model, tmp_path / "out", kind)), tiny.flux_inputs(torch.bfloat16)
     with torch.no_grad():
         assert torch.equal(back(**x)[0], model(**x)[0])
-    with pytest.raises(dq.DQError, match=r"out\.safetensors is another engine's file: dq.load reads it"):
+    with pytest.raises(dq.DQError, match=r"out\.safetensors is another engine's file: dq.load and dq inspect read"):
         load(str(tmp_path / "out"), device="cpu")
 
 
@@ -99,6 +99,13 @@ def test_load_of_an_exported_pipeline(tiny, tmp_path, kind):
     assert list(here) == list(there) == list(quantized_linears(pipe.transformer))
     assert all(torch.equal(here[n].qweight, there[n].qweight) for n in here)
     assert tiny.denoise(back).isfinite().all()
+    form = f"in the form of {kind.replace('-', '_')}: dq.load"
+    for folder, words in (
+        (out, f"its transformer is {form}, dq inspect, dq eval and dq generate"),
+        (out / "transformer", f"it is {form} and dq inspect"),
+    ):
+        with pytest.raises(dq.DQError, match=f"{words} read that; this takes the 16-bit one"):
+            load(str(folder), device="cpu")
 
 
 DAMAGE = {
