@@ -221,13 +221,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DQError as error:
         print(f"dq: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except (ValueError, TypeError) as error:
-        pipeline = _refusing(error)
-        if not pipeline:
+    except (ValueError, TypeError, RuntimeError) as error:
+        said = _out_of_memory(error) or _in_a_pipeline(error)
+        if not said:
             raise
         from dq.checks import line
 
-        print(f"dq: {pipeline} refuses this call: {line(error)}", file=sys.stderr)
+        print(f"dq: {said}: {line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("dq: interrupted", file=sys.stderr)
@@ -240,14 +240,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _refusing(error: BaseException) -> str:
-    """The class of the diffusers pipeline that raised an error, as they do about their arguments; "" for all others."""
-    found, trace = None, error.__traceback__
+def _out_of_memory(error: BaseException) -> str:
+    """What was asked for in vain, "" for other errors; torch has no class for a CPU's."""
+    said = str(error).lower()
+    if isinstance(error, RuntimeError) and ("out of memory" in said or "can't allocate memory" in said):
+        return "out of memory, for this model or this size of a call"
+    return ""
+
+
+def _in_a_pipeline(error: BaseException) -> str:
+    """That a diffusers pipeline raised an error itself, as they do about their arguments, or that one comes from below
+    its call and not from dq, of sizes that do not fit, say; "" for all others, which keep their trace."""
+    frames, trace = [], error.__traceback__
     while trace is not None:
-        found, trace = trace.tb_frame, trace.tb_next
-    if found is None or not found.f_globals.get("__name__", "").startswith("diffusers.pipelines."):
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    names = [f.f_globals.get("__name__", "") for f in frames]
+    held = [i for i, name in enumerate(names) if name.startswith("diffusers.pipelines.")]
+    if not held or any(name.startswith("dq.") for name in names[held[-1] :]):
         return ""
-    return type(found.f_locals.get("self")).__name__
+    if held[-1] == len(frames) - 1:
+        return f"{type(frames[-1].f_locals.get('self')).__name__} refuses this call"
+    if not isinstance(error, RuntimeError):
+        return ""
+    return f"{type(frames[held[0]].f_locals.get('self')).__name__} fails in this call"
 
 
 def _short(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dq.commands_bench import check_reports
-from dq.commands_call import call_kwargs
+from dq.commands_call import OPTIONS, call_kwargs
 from dq.registry import DQError, suggest
 
 REPORT = (".html", ".json")
@@ -161,9 +161,12 @@ def generate(args: argparse.Namespace) -> None:
     from dq import checks
     from dq.pipelines.loading import is_model_folder, is_pipeline
 
+    if is_model_folder(args.source):
+        foreign = [n for n in ("out", *OPTIONS) if getattr(args, n) not in (None, False)]
+        if foreign:
+            what = "its text is printed" if foreign == ["out"] else "it continues a text"
+            raise DQError(f"{_option(foreign[0])} is for images; {args.source} is a model: {what}")
     out = checks.output_file(args.out or "image.png", IMAGE)
-    if args.out and is_model_folder(args.source):
-        raise DQError(f"--out is for images; {args.source} is a model: its text is printed")
     if args.kv_cache is not None:
         from dq.pipelines.kv_store import kv_format
 
@@ -190,6 +193,7 @@ def _generate_image(pipe: Any, args: argparse.Namespace, out: Path) -> None:
 def _generate_text(model: Any, args: argparse.Namespace) -> None:
     import torch
 
+    from dq.pipelines.chat import no_nan
     from dq.pipelines.loading import load_tokenizer
 
     if not (hasattr(model, "can_generate") and model.can_generate()):
@@ -204,7 +208,7 @@ def _generate_text(model: Any, args: argparse.Namespace) -> None:
         from dq.pipelines.kv_cache import KVCache, cache_argument
 
         tokens[cache_argument(model)] = KVCache(args.kv_cache, config=model.config)
-    ids = model.generate(**tokens, max_new_tokens=args.max_new_tokens)[0]
+    ids = model.generate(**tokens, max_new_tokens=args.max_new_tokens, logits_processor=[no_nan])[0]
     print(tokenizer.decode(ids, skip_special_tokens=True))
 
 

@@ -50,9 +50,6 @@ def evaluate(args: argparse.Namespace, load: Any) -> None:
 
     check_text_options(args)
     sources = [args.source, *args.more]
-    for source in (args.reference, *sources):
-        if kind_of(source) == "pipeline":
-            raise DQError(f"{source} is a pipeline; it is compared on --prompts FILE")
     if args.out is not None:
         checks.output_file(args.out, (".json",))
     if args.tasks:
@@ -60,6 +57,9 @@ def evaluate(args: argparse.Namespace, load: Any) -> None:
 
         if why_not():
             raise DQError(why_not())
+    for source in (args.reference, *sources):
+        if kind_of(source) == "pipeline":
+            raise DQError(f"{source} is a pipeline; it is compared on --prompts FILE")
     measure = [f for f, wanted in ((_on_text, args.text), (_on_tasks, args.tasks), (_speed, args.speed)) if wanted]
     if args.text is not None:
         from dq.pipelines.text import read_text

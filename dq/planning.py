@@ -277,7 +277,7 @@ def _why_none(targets: dict[str, tuple[Target | None, str]], recipe: Recipe) -> 
     why = Counter(reason for _, reason in targets.values()).most_common(3)
     out = [f"of {len(targets)} linears, {c} stay 16-bit ({reason})" for reason, c in why] or ["it holds no nn.Linear"]
     if any(reason.startswith("too small") for reason, _ in why):
-        out.append("for tiny models lower the bound: recipe.with_(min_features=16)")
+        out.append("for tiny models lower the bound: recipe.with_(min_features=16), --min-features 16")
     return out
 
 

@@ -246,7 +246,7 @@ class Recipe:
             path = PRESETS / f"{recipe}.toml"
         try:
             return cls.from_dict(tomllib.loads(path.read_text(encoding="utf-8-sig")))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, DQError) as error:
             raise DQError(f"cannot read the recipe {path}: {error}") from error
 
 

@@ -23,7 +23,7 @@ class DQError(ValueError):
 def suggest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'a' or 'b'?` for names close to `word`, else the list of what there is."""
     known = sorted(known)
-    near = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    near = next((n for w in (word, word.lower()) if (n := difflib.get_close_matches(w, known, 3, 0.5))), [])
     if near:
         return "; did you mean " + " or ".join(repr(n) for n in near) + "?"
     shown = ", ".join(known[:12]) + (" ..." if len(known) > 12 else ".")

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from dq.linear import QuantizedLinear
+from dq.linear import QuantizedLinear, quantized_linears
 from dq.registry import DQError
 
 
@@ -101,6 +101,17 @@ def without_adapters(verb: Callable[..., Any]) -> Callable[..., Any]:
             return verb(obj, *args, **kwargs)
 
     return run
+
+
+def refuse_plain(model: nn.Module) -> None:
+    """Raises DQError if dq has quantized nothing in a model."""
+    if quantized_linears(model):
+        return
+    method = getattr(model, "quantization_method", None)
+    other, name = str(getattr(method, "value", method) or ""), type(model).__name__
+    if other:
+        raise DQError(f"{name} is in the form of {other}: this takes what dq.quantize made")
+    raise DQError(f"nothing in {name} is quantized: dq.quantize it first")
 
 
 def refuse_adapters(obj: Any, what: str) -> None:

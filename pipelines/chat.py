@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import TextStreamer
 
 from dq.pipelines.kv_cache import KVCache, cache_argument
+from dq.registry import DQError
+
+
+def no_nan(ids: Tensor, scores: Tensor) -> Tensor:
+    """A logits processor of `generate` that changes nothing.
+
+    Raises:
+        DQError: the model gave NaN, of which `generate` makes the first token of the vocabulary.
+    """
+    if scores.isnan().any():
+        raise DQError("the model gave NaN in place of a token: dq inspect --values looks for it in the files")
+    return scores
 
 
 def answer(
@@ -35,5 +47,5 @@ def answer(
         given[cache_argument(model)] = KVCache(kv_cache, config=model.config)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     how = {} if sample else {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    ids = model.generate(**given, **how, max_new_tokens=tokens, streamer=streamer)[0]
+    ids = model.generate(**given, **how, max_new_tokens=tokens, streamer=streamer, logits_processor=[no_nan])[0]
     return tokenizer.decode(ids[start:], skip_special_tokens=True)

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from dq import checks
 from dq.family import matches
 from dq.linear import quantized_linears
-from dq.pipelines.adapters import refuse_adapters
+from dq.pipelines.adapters import refuse_adapters, refuse_plain
 from dq.pipelines.api import _calibrate, _models, _silent, attach
 from dq.pipelines.corrected import Learned, Student
 from dq.pipelines.reference import check_reference
@@ -163,6 +163,7 @@ def _pair(model: Any, reference: Any, any_reference: bool) -> tuple[Any, nn.Modu
     refuse_adapters(model, "corrected")
     refuse_adapters(reference, "a reference")
     if isinstance(model, nn.Module) and isinstance(reference, nn.Module):
+        refuse_plain(model)
         return model, model, check_reference(reference, model, any_reference)
     if isinstance(model, nn.Module) or isinstance(reference, nn.Module):
         raise DQError("one of model and reference is a pipeline, the other one a model: give two of a kind")
@@ -179,8 +180,6 @@ def _pair(model: Any, reference: Any, any_reference: bool) -> tuple[Any, nn.Modu
 def _names(model: Any, reference: Any, patterns: Sequence[str]) -> list[str]:
     """The linears that get a correction."""
     found = quantized_linears(model)
-    if not found:
-        raise DQError(f"nothing in {type(model).__name__} is quantized: dq.quantize it first")
     if quantized_linears(reference) or reference is model:
         raise DQError("the reference of a correction is the 16-bit model, loaded anew")
     for pattern in typed(patterns, (list, tuple, set), "layers takes a list of patterns"):

@@ -16,7 +16,7 @@ from dq.pipelines import gguf_header
 from dq.pipelines.contents import Contents, Header, Layer, check_dq, kept, layers, place, read_tensors
 from dq.pipelines.kernel_choice import Machine, kernels
 from dq.pipelines.kernel_choice import capability as parsed
-from dq.pipelines.loading import folder_of, read_config
+from dq.pipelines.loading import check_components, folder_of, read_config
 from dq.registry import DQError
 
 WEIGHTLESS = ("Tokenizer", "Processor", "Extractor", "Scheduler")  # in the class of a component
@@ -202,9 +202,8 @@ def _check_components(root: Path) -> set[str]:
     if not (root / "model_index.json").is_file():
         return other
     with one_line(f"cannot inspect {root}"):
+        check_components(root)
         for name, entry in read_config(root / "model_index.json").items():
-            if isinstance(entry, list) and any(entry) and not (root / name).is_dir():
-                raise DQError(f"model_index.json names the component {name!r}, whose folder is missing")
             if isinstance(entry, list) and any(word in str(entry[-1]) for word in WEIGHTLESS):
                 other.add(name)
     return other

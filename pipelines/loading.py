@@ -100,6 +100,7 @@ def _load_local(path: Path, dtype: torch.dtype) -> Any:
     if (path / "model_index.json").is_file():
         if "_class_name" not in read_config(path / "model_index.json"):
             raise DQError("model_index.json names no _class_name: it is no pipeline")
+        check_components(path)
         from diffusers import DiffusionPipeline
 
         return DiffusionPipeline.from_pretrained(path, dtype=dtype)
@@ -125,6 +126,15 @@ def _load_local(path: Path, dtype: torch.dtype) -> Any:
     if codes:
         raise DQError(f"it holds {codes[0]}, but its config.json has no quantization_config: restore the file")
     return model
+
+
+def check_components(folder: Path) -> None:
+    """Raises DQError if a component that the model_index.json of a pipeline names, [library, class], has no folder;
+    diffusers makes something of its own of some."""
+    for name, entry in read_config(folder / "model_index.json").items():
+        pair = isinstance(entry, list) and len(entry) == 2 and all(isinstance(x, str) for x in entry)
+        if pair and not name.startswith("_") and not (folder / name).is_dir():
+            raise DQError(f"model_index.json names the component {name!r}, whose folder is missing")
 
 
 def foreign_file(folder: Path) -> str:

@@ -60,14 +60,15 @@ def save(obj: Any, out: str | Path, sources: Sequence[str]) -> list[str]:
         said = [f"cannot save to {out}: {checks.line(error)}"]
     if not there:
         shutil.rmtree(out, ignore_errors=True)  # and make its room free
-    for parent in (out.parent, None):
+    for parent in (out.resolve().parent, None):
         place = None
         try:
-            place = Path(tempfile.mkdtemp(prefix=f"{out.name}-", dir=parent))
+            place = Path(tempfile.mkdtemp(prefix=f"{out.resolve().name}-", dir=parent))
             _save(obj, place, sources)
         except Exception as error:
             said.append(f"nor to {place or parent or 'a temporary folder'}: {checks.line(error)}")
-            shutil.rmtree(place or "", ignore_errors=True)
+            if place is not None:
+                shutil.rmtree(place, ignore_errors=True)
             continue
         raise DQError(f"{said[0]}; the result is in {place}: move it from there")
     raise DQError(f"{'; '.join(said)}; the result is lost (--resume FOLDER keeps finished blocks)")

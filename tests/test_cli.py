@@ -132,7 +132,9 @@ def test_models_where_pipelines_are_meant(refused, llm, prompts, tmp_path):
     err = refused("quantize", llm, "int8-smooth", "--prompts", prompts, "--out", tmp_path / "o")
     assert "can only calibrate pipelines" in err and "calibration=[dict(input_ids=ids)" in err
     assert "is a model; it is compared on --text FILE" in refused("eval", llm, "--reference", llm, "--prompts", prompts)
-    assert "--out is for images" in refused("generate", llm, "a", "--out", tmp_path / "x.png")
+    for name in ("x.png", "x.txt"):
+        assert "--out is for images" in refused("generate", llm, "a", "--out", tmp_path / name)
+    assert "--height is for images; " in refused("generate", llm, "a", "--height", 64)
 
 
 NUMBERS = [
@@ -187,6 +189,9 @@ def test_outputs_are_checked_first(refused, prompts, tmp_path, monkeypatch):
     assert output_folder(tmp_path / "o", 2_000_000) == tmp_path / "o"
     assert "holds neither a tokenizer nor a model" in refused("chat", empty, "hello")
     assert refused("plan", demo, "zzz").endswith("... (dq list recipes)\n")
+    assert "did you mean 'fp8'?" in refused("plan", demo, "FP8")
+    (tmp_path / "mine.toml").write_text('name = "mine"\n[linear]\nweights = "int4/grp64"\n')
+    assert "mine.toml: unknown strategy 'grp64'; did you" in refused("plan", demo, tmp_path / "mine.toml")
     assert not (tmp_path / "o").exists()
 
 
@@ -244,13 +249,51 @@ def test_what_a_pipeline_refuses_is_one_line(dq_, quantized, prompts, tmp_path, 
     assert "Traceback" not in err
 
 
-def test_other_errors_keep_their_trace(monkeypatch):
+@pytest.mark.parametrize("error", [ValueError, TypeError, RuntimeError])
+def test_other_errors_keep_their_trace(monkeypatch, error):
     def broken(args):
-        raise ValueError("a bug")
+        raise error("a bug")
 
     monkeypatch.setattr("dq.commands.catalogue", broken)
-    with pytest.raises(ValueError, match="a bug"):
+    with pytest.raises(error, match="a bug"):
         main(["list"])
+
+
+def test_sizes_that_do_not_fit_are_one_line(dq_, monkeypatch, tmp_path):
+    """torch says so below the call of a pipeline; an error of dq's own layers there keeps its trace."""
+    words = ("generate", dq.demo_path(), "a", "--steps", 1, "--out", tmp_path / "x.png", "--device", "cpu")
+    status, _, err = dq_(*words, "--height", 8, "--width", 8)
+    last = err.splitlines()[-1]
+    assert status == 2 and last.startswith("dq: FluxPipeline fails in this call: ") and "size" in last, err
+    status, _, err = dq_(*words, "--height", 10**7, "--width", 10**7)
+    assert status == 2 and err.splitlines()[-1].startswith("dq: out of memory, for this model or this size"), err
+
+    inside = {"__name__": "dq.made"}
+    exec("def broken(*args, **kwargs):\n    raise RuntimeError('a bug')", inside)
+    monkeypatch.setattr("dq.eval.generate._Watch.__call__", inside["broken"])
+    with pytest.raises(RuntimeError, match="a bug"):
+        dq_(*words)
+
+
+def test_a_model_that_gives_nan_says_so(dq_, llm, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(llm, tmp_path / "nan")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    status, out, err = dq_("generate", folder, "a cat", "--max-new-tokens", 2, "--device", "cpu")
+    assert status == 2 and not out and "gave NaN in place of a token" in err and err.count("\n") == 1
+
+
+def test_a_component_that_is_missing(dq_, tmp_path):
+    """diffusers makes a tokenizer without words, and looks for a VAE in the pipeline's own folder."""
+    for name in ("tokenizer", "vae"):
+        folder = shutil.copytree(dq.demo_path(), tmp_path / name)
+        shutil.rmtree(folder / name)
+        for argv in (("plan", folder, "fp8"), ("generate", folder, "a"), ("inspect", folder)):
+            status, _, err = dq_(*argv)
+            assert status == 2 and f"names the component {name!r}, whose folder is missing" in err
 
 
 def test_quiet_commands(dq_, quantized, recwarn):

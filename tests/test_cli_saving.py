@@ -34,8 +34,9 @@ def full(monkeypatch, tmp_path):
     def fill(*folders):
         def save(self, place, *args, **kwargs):
             original(self, place, *args, **kwargs)
-            if any(Path(f).resolve() in (Path(place), *Path(place).parents) for f in folders):
-                (Path(place) / "model.safetensors").unlink()
+            there = Path(place).resolve()
+            if any(Path(f).resolve() in (there, *there.parents) for f in folders):
+                (there / "model.safetensors").unlink()
                 raise OSError(FULL)
 
         monkeypatch.setattr(PreTrainedModel, "save_pretrained", save)
@@ -87,14 +88,18 @@ def test_nowhere_at_all(dq_, llm, full, tmp_path):
     assert not list((tmp_path / "spare").iterdir()) and not list((tmp_path / "disk").iterdir())
 
 
-def test_a_folder_that_was_there_keeps_what_it_held(dq_, llm, full, tmp_path):
+def test_a_folder_that_was_there_keeps_what_it_held(dq_, llm, full, tmp_path, monkeypatch):
+    """Also the one that the shell is in, whose name is a dot."""
     out = tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
     full(out)
-    status, _, err = quantize(dq_, llm, out)
-    assert status == 2 and (out / "notes.txt").read_text() == "mine"
-    assert dq.layer_info(dq.load(found(err)))
+    monkeypatch.chdir(out)
+    for name in (out, "."):
+        status, _, err = quantize(dq_, llm, name)
+        assert status == 2 and (out / "notes.txt").read_text() == "mine"
+        assert found(err).parent == tmp_path and found(err).name.startswith("out-")
+        assert dq.layer_info(dq.load(found(err)))
 
 
 def test_a_library_that_only_logs(dq_, llm, full, tmp_path, monkeypatch):

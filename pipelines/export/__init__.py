@@ -17,6 +17,7 @@ from torch import nn
 from dq import checks
 from dq.conv import rows
 from dq.linear import quantized_linears
+from dq.pipelines.adapters import refuse_plain
 from dq.pipelines.exported import EXPORTERS, Exporter, Job, library_of
 from dq.pipelines.importing import load_exported
 from dq.qtensor import check_finite
@@ -114,8 +115,7 @@ def _check_model(model: Any, exporter: Exporter) -> None:
     if library not in exporter.libraries:
         known = ", ".join(e.name for e in EXPORTERS if library in e.libraries)
         raise DQError(f"{exporter.name} describes no {library} model; for {type(model).__name__} there are {known}")
-    if not quantized_linears(model):
-        raise DQError(f"nothing in {type(model).__name__} is quantized: dq.quantize it first")
+    refuse_plain(model)
     adapter = next((n for n, _ in model.named_modules() if n.endswith((".lora_A", ".lora_down"))), None)
     if adapter is not None:
         raise DQError(f"{type(model).__name__} has adapters ({adapter}), which no file here holds: unload or fuse them")

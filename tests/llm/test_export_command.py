@@ -42,6 +42,12 @@ def test_export_with_a_text(dq_, llm, folder, tmp_path):
           (str(out), str(tmp_path / "b"))}  # fmt: skip
     assert kl[str(out)] < 1e-6 < kl[str(tmp_path / "b")]
 
+    # What is exported is the end: it is not exported again, nor corrected.
+    learn = ("correct", tmp_path / "b", "--reference", folder, "--text", text, "--length", 32, "--samples", 8)
+    for argv in (("export", tmp_path / "b", tmp_path / "c"), (*learn, "--out", tmp_path / "c")):
+        status, _, err = dq_(*argv, *machine)
+        assert status == 2 and "is in the form of compressed-tensors: this takes what dq.quantize made" in err
+
 
 def test_generate_with_a_cache(dq_, folder):
     status, said, err = dq_("generate", folder, "the fox", "--kv-cache", "int4-kivi", "--max-new-tokens", 4,
