@@ -148,9 +148,14 @@ class DQConfigBase:
         return self.recipe.get("name", "") if isinstance(self.recipe, dict) else str(self.recipe or "")
 
 
+def artifact_of(model: nn.Module) -> dict[str, Any]:
+    """Recipe and origin of a quantized model, those of a part of it if it was that which was quantized."""
+    return next((m.dq_artifact for m in model.modules() if "dq_artifact" in vars(m)), {})
+
+
 def config_fields(model: nn.Module) -> dict[str, Any]:
     """Everything a checkpoint of this quantized model must say."""
-    fields = {**layers_config(model), **getattr(model, "dq_artifact", {})}
+    fields = {**layers_config(model), **artifact_of(model)}
     fields["layers"] = {name.replace(".base_layer", ""): entry for name, entry in fields["layers"].items()}  # peft's
     return fields
 

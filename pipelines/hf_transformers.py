@@ -35,7 +35,7 @@ from dq.pipelines.hook import complete
 from dq.pipelines.model_card import push_with_card
 from dq.pipelines.on_load import OnLoad, element_bytes, own_memory, refuse_disk, refuse_second
 from dq.pipelines.origin import note_origin
-from dq.pipelines.own_config import own_config, whole_of
+from dq.pipelines.own_config import held, own_config, within
 from dq.registry import DQError
 
 _OF_AN_EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -268,30 +268,28 @@ def _check_files(model: nn.Module, headers: dict[str, Header], quantizer: HfQuan
 
 
 def attach(model: nn.Module) -> None:
-    """Makes a model quantized in memory save and load like one that was loaded quantized, and so the one that it is a
-    part of."""
-    whole = whole_of(model)
-    if whole is not model and hasattr(model, "dq_artifact"):
-        whole.dq_artifact = model.dq_artifact
-    own_config(whole)
-    for one in dict.fromkeys((model, whole)):  # the whole last: a configuration that both hold describes that
-        _attach(one)
+    """Makes a model quantized in memory save and load like one that was loaded quantized."""
+    own_config(model)
+    release_gguf(model)
+    note_origin(model)
+    model.__dict__.pop("hf_quantizer", None)  # the artifact may have changed
+    describe(model)
+    model.is_quantized, model.quantization_method = True, DQMethod.DQ
+    allow_casts(model)
 
 
 def own(model: nn.Module) -> None:
     """Gives a model a configuration that can be changed without changing those of other models."""
-    own_config(whole_of(model))
+    own_config(model)
 
 
-def _attach(model: nn.Module) -> None:
-    release_gguf(model)
-    note_origin(model)
+def describe(model: nn.Module) -> None:
+    """Names the quantized linears of a model in its configuration, and tells the library to save them as they are."""
     _keep_forms(model)
-    config = DQTransformersConfig(**config_fields(model)).follow(model)
-    _share(model.config, config)
-    model.hf_quantizer = DQTransformersQuantizer(config, pre_quantized=True)
-    model.is_quantized, model.quantization_method = True, DQMethod.DQ
-    allow_casts(model)
+    if getattr(model, "hf_quantizer", None) is None:
+        config = DQTransformersConfig(**config_fields(model)).follow(model)
+        model.hf_quantizer = DQTransformersQuantizer(config, pre_quantized=True)
+    _share(model.config, model.hf_quantizer.quantization_config)
 
 
 def _share(config: Any, quantization_config: DQTransformersConfig) -> None:
@@ -323,26 +321,16 @@ def release_gguf(model: nn.Module) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Undoes `attach`."""
-    whole = whole_of(model)
-    for one in dict.fromkeys((model, whole)):
-        if quantized_linears(one) or getattr(one, "hf_quantizer", None) is None:
-            continue
-        one.hf_quantizer.remove_quantization_config(one)
-        _unshare(one.config)
-        one.__dict__.pop("dq_artifact", None)
-        if stacked_layers(one) and hasattr(one, "_weight_conversions"):
-            del one._weight_conversions  # it may lack what splits stacked experts on saving: the class's own counts
-    if quantized_linears(whole):  # in another part
-        _attach(whole)
-
-
-def _unshare(config: Any) -> None:
-    """Undoes `_share`."""
-    vars(config).pop("quantization_config", None)
-    for name in getattr(config, "sub_configs", {}):
-        if isinstance(getattr(config, name, None), PretrainedConfig):
-            _unshare(getattr(config, name))
+    """Undoes `attach`, of a model and of those in it, where nothing is quantized any more."""
+    for one in list(model.modules()):
+        if isinstance(vars(one).get("hf_quantizer"), DQTransformersQuantizer) and not quantized_linears(one):
+            one.hf_quantizer.remove_quantization_config(one)
+            if stacked_layers(one) and hasattr(one, "_weight_conversions"):
+                del one._weight_conversions  # it may lack what splits stacked experts on saving: the class's own counts
+    for config in {id(c): c for m in model.modules() for _, top in held(m) for c in within(top)}.values():
+        described = vars(config).get("quantization_config")
+        if isinstance(described, DQTransformersConfig) and not quantized_linears(described.followed or nn.Module()):
+            del config.quantization_config
 
 
 def register(auto: Any) -> None:

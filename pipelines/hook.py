@@ -1,6 +1,6 @@
 """Registers dq in diffusers, transformers and peft when they are imported, or at once if they already are.
 
-None has a plug-in mechanism: all look classes up in dicts (and one method of pipelines is wrapped). `import dq` must
+None has a plug-in mechanism: all look classes up in dicts (and two methods that save are wrapped). `import dq` must
 stay light, so a meta-path finder waits for these modules, lets the ordinary machinery import them and registers right
 after.
 """
@@ -15,6 +15,7 @@ _PLUGINS = {
     "diffusers.quantizers.auto": "dq.pipelines.hf_diffusers",
     "diffusers.pipelines.pipeline_utils": "dq.pipelines.hf_pipelines",
     "transformers.quantizers.auto": "dq.pipelines.hf_transformers",
+    "transformers.modeling_utils": "dq.pipelines.hf_saving",
     "peft": "dq.pipelines.hf_peft",
 }
 

@@ -1,7 +1,7 @@
 """A configuration of its own for a transformers model that is about to be called quantized.
 
 `Model(config)` keeps the caller's object, and so do all modules in it: models built from one configuration share it,
-and what is written there of one would be saved with the others.
+and what is written there of one would be read of the others.
 """
 
 from __future__ import annotations
@@ -15,47 +15,62 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-
-def whole_of(model: nn.Module) -> nn.Module:
-    """The outermost transformers model that `model` is a part of, as one configuration describes both; itself if none.
-
-    That one is saved, too, and has to say what is quantized in its part.
-    """
-    models = [m for m in _around(model) if hasattr(type(m), "config_class")]  # their base class may not be imported yet
-    holders = [m for m in models if _describes(m.config, model.config)]
-    return holders[-1] if holders else model
+Copies = dict[int, tuple[PretrainedConfig, PretrainedConfig]]  # by id: an object, which stays alive, and its copy
 
 
 def own_config(model: nn.Module) -> None:
-    """Gives a model a copy of its configuration: the same one in all of its modules, and in what wraps it (peft's
-    models), but not in other models that were built from the same object."""
-    around = [m for m in _around(model) if any(_describes(c, model.config) for _, c in _held(m))]
-    modules = {id(m): m for top in (model, *around) for m in top.modules()}
-    copies: dict[int, Any] = {}
-    for module in modules.values():
-        for name, config in list(_held(module)):
-            setattr(module, name, copy.deepcopy(config, copies))
+    """Gives a model a copy of its configuration, the same one in all of its modules, and not in other models that were
+    built from the same object.
+
+    What stands around the model (the whole that it is a part of, peft's wrapper) follows where it is found, so that
+    there is one configuration for both; nothing that is saved depends on that (see dq.pipelines.hf_saving).
+    """
+    copies: Copies = {}
+    for modules, always in ((list(model.modules()), True), (_around(model), False)):
+        for module in modules:
+            for name, config in held(module):
+                vars(module)[name] = _copied(config, copies, always)
 
 
-def _held(module: nn.Module) -> Iterator[tuple[str, PretrainedConfig]]:
-    """The configurations among a module's attributes."""
-    return ((name, value) for name, value in vars(module).items() if isinstance(value, PretrainedConfig))
+def held(owner: Any) -> list[tuple[str, PretrainedConfig]]:
+    """The configurations among the attributes of a module or of another configuration."""
+    return [(name, value) for name, value in list(vars(owner).items()) if isinstance(value, PretrainedConfig)]
 
 
-def _describes(config: PretrainedConfig, part: PretrainedConfig) -> bool:
-    """Whether `part` is this object, or one within it."""
-    return config is part or any(
-        _describes(value, part) for value in vars(config).values() if isinstance(value, PretrainedConfig)
-    )
+def within(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """A configuration and those in it."""
+    found = {id(config): config}
+    for one in (queue := [config]):
+        yield one
+        new = [value for _, value in held(one) if id(value) not in found]
+        found |= {id(value): value for value in new}
+        queue.extend(new)
+
+
+def _copied(config: PretrainedConfig, copies: Copies, always: bool) -> PretrainedConfig:
+    """Its copy, with copies of those in it; itself if not `always` and nothing in it was copied."""
+    if id(config) in copies:
+        return copies[id(config)][1]
+    new = copy.copy(config)  # a deep one would refuse what can be kept there, but not be copied
+    copies[id(config)] = config, new
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PretrainedConfig):
+            vars(new)[name] = _copied(value, copies, always)
+            always = always or vars(new)[name] is not value
+        elif isinstance(value, dict | list):
+            vars(new)[name] = copy.deepcopy(value)
+    if not always:
+        copies[id(config)] = config, config
+    return copies[id(config)][1]
 
 
 def _around(model: nn.Module) -> list[nn.Module]:
-    """The modules that have `model` somewhere below, inner ones first. No module knows its parents: all that are alive
-    are looked through (a tenth of a second)."""
+    """The modules that have `model` somewhere below. No module knows its parents: all that are alive are looked
+    through (a tenth of a second), but those that `gc.freeze` hides; dead ones may be among them."""
     parents = defaultdict(list)
     for found in gc.get_objects():
         if issubclass(type(found), nn.Module):
-            for child in (vars(found).get("_modules") or {}).values():
+            for child in list((vars(found).get("_modules") or {}).values()):  # other threads build models meanwhile
                 parents[id(child)].append(found)
     known = {id(model): model}
     for module in (queue := [model]):

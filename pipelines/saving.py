@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from dq import checks
 from dq.pipelines.calibration import DENOISERS
 from dq.pipelines.loading import copy_companions, is_pipeline
 from dq.registry import DQError
+
+_WEIGHTS = re.compile(r"(.+?)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
 
 
 def check_place(obj: Any, out: str | Path, nbytes: int, components: Sequence[str] | None = None) -> None:
@@ -44,40 +48,91 @@ def nbytes_of(model: nn.Module) -> int:
 def save(obj: Any, out: str | Path, sources: Sequence[str]) -> list[str]:
     """Saves a model or pipeline; a model with the tokenizer of the first of the sources that has one.
 
+    What `out` held is replaced once all is written, or stays as it was. An interruption leaves no part behind.
+
     Returns:
         the names of the tokenizer's files.
 
     Raises:
         DQError: `out` cannot be written. It says where the result lies instead: beside `out`, or in the directory for
-            temporary files, whichever can be written; a part of it that was written to `out` is taken away if `out` was
-            not there before.
+            temporary files, whichever can be written. Or the tokenizer alone could not be copied.
     """
     out = Path(out)
-    there = out.exists()
     try:
-        return _save(obj, out, sources)
+        _save_whole(obj, out)
     except Exception as error:  # libraries have many of them for a full disk
         said = [f"cannot save to {out}: {checks.line(error)}"]
-    if not there:
-        shutil.rmtree(out, ignore_errors=True)  # and make its room free
+    else:
+        return _companions(obj, out, sources)
     for parent in (out.resolve().parent, None):
         place = None
         try:
             place = Path(tempfile.mkdtemp(prefix=f"{out.resolve().name}-", dir=parent))
-            _save(obj, place, sources)
+            with _or_nothing(place):
+                _save(obj, place)
         except Exception as error:
             said.append(f"nor to {place or parent or 'a temporary folder'}: {checks.line(error)}")
-            if place is not None:
-                shutil.rmtree(place, ignore_errors=True)
             continue
-        raise DQError(f"{said[0]}; the result is in {place}: move it from there")
+        where = f"{said[0]}; the result is in {place}: move it from there"
+        try:
+            _companions(obj, place, sources)
+        except DQError as error:
+            where += f" ({error})"
+        raise DQError(where)
     raise DQError(f"{'; '.join(said)}; the result is lost (--resume FOLDER keeps finished blocks)")
 
 
-def _save(obj: Any, out: Path, sources: Sequence[str]) -> list[str]:
+def _save_whole(obj: Any, out: Path) -> None:
+    """Into a folder that is new, or under another name first: writing over a checkpoint would leave parts of both."""
+    if not out.exists():
+        with _or_nothing(out):
+            _save(obj, out)
+    else:
+        place = Path(tempfile.mkdtemp(prefix=".saving-", dir=out))  # within: the folder may be a disk of its own
+        with _or_nothing(place):
+            _save(obj, place)
+            new = sorted(f.relative_to(place) for f in place.rglob("*") if f.is_file())
+            for name in new:
+                if (out / name).is_dir():
+                    raise DQError(f"{out / name} is a folder, and a file is to be written")
+                (out / name).parent.mkdir(parents=True, exist_ok=True)
+        _move(place, out, new)
+
+
+@contextmanager
+def _or_nothing(folder: Path) -> Iterator[None]:
+    """Takes the folder away, and makes its room free, if what fills it fails or is interrupted."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _move(place: Path, out: Path, names: Sequence[Path]) -> None:
+    """Moves files from `place`, a folder in `out`, to their places; takes away other weights of the same models."""
+    for name in names:
+        (place / name).replace(out / name)
+    shutil.rmtree(place, ignore_errors=True)
+    weights = {(n.parent, found[1]) for n in names if (found := _WEIGHTS.fullmatch(n.name))}
+    for folder in {parent for parent, _ in weights}:
+        for file in (out / folder).iterdir():
+            found = _WEIGHTS.fullmatch(file.name)
+            if found and (folder, found[1]) in weights and folder / file.name not in names:
+                file.unlink()  # a part of the model that was here
+
+
+def _save(obj: Any, out: Path) -> None:
     obj.save_pretrained(out)
     if not any((out / name).is_file() for name in ("config.json", "model_index.json")):
         raise DQError("nothing was written")  # transformers only logs that it is given a file
+
+
+def _companions(obj: Any, out: Path, sources: Sequence[str]) -> list[str]:
+    """Copies a tokenizer to a model; without it the model is whole all the same."""
     if is_pipeline(obj):
         return []
-    return next((found for source in sources if (found := copy_companions(source, out))), [])
+    try:
+        return next((found for source in sources if (found := copy_companions(source, out))), [])
+    except Exception as error:
+        raise DQError(f"the model is saved in {out}, but its tokenizer is not: {checks.line(error)}") from error

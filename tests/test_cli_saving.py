@@ -102,6 +102,56 @@ def test_a_folder_that_was_there_keeps_what_it_held(dq_, llm, full, tmp_path, mo
         assert dq.layer_info(dq.load(found(err)))
 
 
+def test_a_checkpoint_that_was_there_stays_whole(dq_, llm, full, tmp_path):
+    """A model is not written over until the new one is complete; then nothing of the old one is left."""
+    out = tmp_path / "out"
+    assert quantize(dq_, llm, out)[0] == 0
+    (out / "notes.txt").write_text("mine")
+    (out / "model-00002-of-00002.safetensors").write_text("of an older model")
+    (out / "other.safetensors").write_text("mine")
+    before = {f.name: f.read_bytes() for f in out.iterdir()}
+    full(tmp_path)
+    status, _, err = dq_("quantize", llm, "w4a16", "--min-features", 16, "--out", out, "--device", "cpu")
+    assert status == 2 and "No space left" in err and before == {f.name: f.read_bytes() for f in out.iterdir()}
+    full()
+    assert dq_("quantize", llm, "w4a16", "--min-features", 16, "--out", out, "--device", "cpu")[0] == 0
+    assert "int4" in str(dq.layer_info(dq.load(out)))
+    assert {f.name for f in out.iterdir()} == before.keys() - {"model-00002-of-00002.safetensors"}
+
+
+@pytest.mark.parametrize("when", ["new", "there", "elsewhere"])
+def test_interrupted_while_saving(dq_, llm, full, tmp_path, monkeypatch, when):
+    """Ctrl-C leaves neither part of a model nor a folder that nobody has heard of."""
+    from transformers import PreTrainedModel
+
+    out = tmp_path / "disk" / "out"
+    full(*([out] if when == "elsewhere" else []))
+    if when == "there":
+        out.mkdir(parents=True)
+        (out / "notes.txt").write_text("mine")
+    original = PreTrainedModel.save_pretrained
+
+    def save(self, place, *args, **kwargs):
+        original(self, place, *args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", save)
+    status, _, err = quantize(dq_, llm, out)
+    assert status == 130 and not list((tmp_path / "spare").iterdir()), err
+    left = [f.relative_to(tmp_path / "disk") for f in (tmp_path / "disk").rglob("*") if f.is_file()]
+    assert left == ([Path("out/notes.txt")] if when == "there" else [])
+
+
+def test_a_tokenizer_that_cannot_be_copied(dq_, llm, full, tmp_path, monkeypatch):
+    """The model is whole without it, and stays where it is."""
+    full()
+    monkeypatch.setattr("dq.pipelines.loading.shutil.copyfile", lambda *a: (_ for _ in ()).throw(OSError(FULL)))
+    status, _, err = quantize(dq_, llm, tmp_path / "out")
+    assert status == 2 and f"the model is saved in {tmp_path / 'out'}, but its tokenizer is not: {FULL}" in err
+    monkeypatch.undo()
+    assert dq.layer_info(dq.load(tmp_path / "out"))
+
+
 def test_a_library_that_only_logs(dq_, llm, full, tmp_path, monkeypatch):
     """transformers says in a log that it was given a file, and returns."""
     from transformers import PreTrainedModel

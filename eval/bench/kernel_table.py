@@ -25,7 +25,7 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
             out += ["", f"{r['model']}: M {r['m']}, K {r['k']}, N {r['n']}"]
             out.append(f"  {'':<26} {'us':>8} {'x BF16':>10} {'limit':>6} {'error':>8} {'layer':>8}  kernel, grid")
         if "failed" in r:
-            out.append(f"  {r['engine']:<26} {r['failed']}")
+            out.append(f"  {r['engine']:<26} {' '.join(r['failed'].split()) or 'failed'}")
             continue
         wrong = [f"{r[key]:.1e}" if r[key] is not None else "" for key in ("error", "layer")]
         out.append(
@@ -52,7 +52,7 @@ def markdown(result: dict[str, Any]) -> str:
             own = {(r["k"], r["n"]): r for r in rows if r["engine"] == engine}
             cells = [_cell(own.get(shape)) for shape in shapes]
             kernel = next((r["backend"] for r in own.values() if "backend" in r), "")
-            line = [f"`{engine}`", "" if kernel == engine else kernel, *cells, _errors(list(own.values()))]
+            line = [f"`{_plain(engine)}`", "" if kernel == engine else kernel, *cells, _errors(list(own.values()))]
             out.append("| " + " | ".join(line) + " |")
     return "\n".join(out) + "\n"
 
@@ -61,10 +61,15 @@ def _cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
     if "failed" in row:
-        return row["failed"][:40].replace("|", "/")
+        return _plain(row["failed"])[:40] or "failed"
     time = f"{row['us']:.1f}" if row["us"] < 100 else f"{row['us']:.0f}"
     spread = f" ±{row['ratio_spread']:.2f}" if row["engine"] != "bf16" else ""
     return f"{time} ({row['ratio']:.2f}x{spread}, {row['limit']:.0%})"
+
+
+def _plain(said: str) -> str:
+    """Text for a cell: in one line, without what Markdown and HTML would take for their own."""
+    return " ".join(said.translate(str.maketrans("|<>`", "/()'")).split())
 
 
 def _errors(rows: list[dict[str, Any]]) -> str:

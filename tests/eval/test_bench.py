@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dq.cli import main
-from dq.eval.bench import activation, formats, kernels, speed
+from dq.eval.bench import activation, formats, kernel_table, kernels, speed
 from dq.qtensor import quantize
 from dq.spec import QuantSpec
 
@@ -137,6 +137,18 @@ def test_kernels_report(tmp_path, capsys):
     assert lines[2] == "flux, M = 96" and lines[4].startswith("| engine | kernel | 64 -> 64 | 64 -> 192 | 64 -> 256 |")
     assert lines[6].startswith("| `bf16` | torch | ") and f" (1.00x, {rows[0]['limit']:.0%})" in lines[6]
     assert len({line.count("|") for line in lines[4:]}) == 1 and lines[7].startswith("| `fp8` | ")
+
+
+def test_kernel_table_of_failures():
+    """Every cell stays in its row, and a failure without a message is told from a shape that was not tried."""
+    shape = dict(model="m", m=1, k=64, n=64)
+    rows = [shape | dict(engine="a|b", failed="no | such\r\nthing <x>"), shape | dict(engine="c", failed="")]
+    rows.append(shape | dict(k=128, engine="c", failed="late"))
+    result = dict(ceilings=dict(bandwidth=1, bf16=1, fp8=1), environment=dict(device="d", versions={}), repeat=1)
+    lines = kernel_table.markdown(result | dict(rows=rows)).splitlines()[4:]
+    assert lines[2:] == ["| `a/b` |  | no / such thing (x) |  |  |", "| `c` |  | failed | late |  |"]
+    assert len({line.count("|") for line in lines}) == 1
+    assert kernel_table.text(rows).splitlines()[3].split() == ["a|b", "no", "|", "such", "thing", "<x>"]
 
 
 @pytest.mark.parametrize(("option", "word"), [("--models", "fluxx"), ("--engines", "fp9"), ("--peers", "torcha")])

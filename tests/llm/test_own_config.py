@@ -1,6 +1,10 @@
 """Models that were built from one configuration: what is done to one of them is said of that one alone."""
 
+import copy
+import gc
 import json
+import sys
+import threading
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ from transformers import AutoModel, CLIPConfig, CLIPModel, CLIPTextModel, LlamaF
 
 import dq
 from dq.linear import quantized_linears
+from dq.pipelines.own_config import own_config
 
 IDS = torch.randint(3, 120, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -101,25 +106,33 @@ def test_quantized_while_loading_with_a_config_of_the_caller(pair, tiny, tmp_pat
     assert loads(loaded[0], tmp_path / "a") is None and len(loads(loaded[1], tmp_path / "b")["layers"]) == 14
 
 
-def test_one_part_of_a_model_of_several(tiny, tmp_path):
-    """CLIP's text encoder alone: the configuration within is its own, and the whole one has to name its linears."""
+def clip_config():
     sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=2)
     text = dict(sizes, vocab_size=128, max_position_embeddings=32, bos_token_id=0, eos_token_id=2)
-    config = CLIPConfig(text_config=text, vision_config=dict(sizes, image_size=32, patch_size=16), projection_dim=64)
-    model, other = tiny.seeded(lambda: CLIPModel(config)), CLIPModel(config)
-    inputs = dict(input_ids=IDS, pixel_values=torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)))
+    return CLIPConfig(text_config=text, vision_config=dict(sizes, image_size=32, patch_size=16), projection_dim=64)
 
-    def check(folder, count):
-        model.save_pretrained(folder)
-        again = CLIPModel.from_pretrained(folder)
-        with torch.no_grad():
-            assert torch.equal(again(**inputs).logits_per_text, model(**inputs).logits_per_text)
-        assert len(quantized_linears(again)) == count
+
+CLIP_INPUTS = dict(input_ids=IDS, pixel_values=torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)))
+
+
+def check_clip(model, folder, count):
+    """Saved and loaded gives the same, of `count` quantized linears."""
+    model.save_pretrained(folder)
+    again = CLIPModel.from_pretrained(folder)
+    with torch.no_grad():
+        assert torch.equal(again(**CLIP_INPUTS).logits_per_text, model.eval()(**CLIP_INPUTS).logits_per_text)
+    assert len(quantized_linears(again)) == count
+
+
+def test_one_part_of_a_model_of_several(tiny, tmp_path):
+    """CLIP's text encoder alone: the configuration within is its own, and the whole one has to name its linears."""
+    config = clip_config()
+    model, other = tiny.seeded(lambda: CLIPModel(config)), CLIPModel(config)
 
     dq.quantize(model.text_model, tiny.recipe("int8"), progress=False)
     assert model.text_model.config is model.config.text_config
     assert not hasattr(other.config.text_config, "quantization_config")
-    check(tmp_path / "one", 12)
+    check_clip(model, tmp_path / "one", 12)
     for source, save in (("one", False), ("text", True)):
         if save:
             model.text_model.save_pretrained(tmp_path / source)
@@ -127,10 +140,99 @@ def test_one_part_of_a_model_of_several(tiny, tmp_path):
         with torch.no_grad():
             assert torch.equal(part(IDS).last_hidden_state, model.text_model(IDS).last_hidden_state)
     dq.quantize(model.vision_model, tiny.recipe("int8"), progress=False)
-    check(tmp_path / "both", 24)
+    check_clip(model, tmp_path / "both", 24)
     dq.dequantize(model.text_model)
-    check(tmp_path / "vision", 12)
+    check_clip(model, tmp_path / "vision", 12)
     dq.dequantize(model)
-    check(tmp_path / "none", 0)
+    check_clip(model, tmp_path / "none", 0)
     assert not any(hasattr(c, "quantization_config") for c in configs(model).values())
     assert torch.isfinite(AutoModel.from_pretrained(tmp_path / "none").text_model(IDS).last_hidden_state).all()
+
+
+@pytest.mark.parametrize("case", ["hidden", "put in later", "of two"])
+def test_a_whole_that_is_not_found(tiny, tmp_path, case):
+    """A whole is described when it is saved: also one that gc does not know, and one that gets the part later."""
+    model, other = tiny.seeded(lambda: CLIPModel(clip_config())), tiny.seeded(lambda: CLIPModel(clip_config()))
+    if case == "of two":
+        other.text_model = model.text_model
+    if case == "hidden":
+        gc.freeze()
+    try:
+        dq.quantize(model.text_model, tiny.recipe("int8"), progress=False)
+    finally:
+        gc.unfreeze()
+    if case == "put in later":
+        other.text_model = model.text_model
+    for i, one in enumerate((model, other)):
+        before = vars(one.config).get("quantization_config")
+        check_clip(one, tmp_path / str(i), 12 if one is model or case != "hidden" else 0)
+        assert vars(one.config).get("quantization_config") is before  # it is said while it is saved
+    table = json.loads((tmp_path / "0" / "config.json").read_text())["quantization_config"]
+    assert table["recipe"]["name"] == "int8" and all(name.startswith("text_model.") for name in table["layers"])
+
+
+def test_a_student_and_its_teacher(pair, tiny, tmp_path):
+    """A module of the user holds both and the configuration that they were built from."""
+    mine, other = pair()
+    holder = torch.nn.Module()
+    holder.config, holder.student, holder.teacher = mine.config, mine, other
+    dq.quantize(holder.student, tiny.recipe("int8"), progress=False)
+    assert not hasattr(other.config, "quantization_config")
+    assert loads(other, tmp_path / "other") is None and len(loads(mine, tmp_path / "mine")["layers"]) == 14
+
+
+def test_built_from_the_configuration_of_a_quantized_model(pair, tiny, tmp_path):
+    mine, _ = pair()
+    dq.quantize(mine, tiny.recipe("int8"), progress=False)
+    late, inner = LlamaForCausalLM(mine.config).eval(), copy.deepcopy(mine.model)
+    assert loads(late, tmp_path / "late") is None and len(loads(mine, tmp_path / "mine")["layers"]) == 14
+    inner.save_pretrained(tmp_path / "inner")
+    with torch.no_grad():
+        again = type(inner).from_pretrained(tmp_path / "inner")(IDS).last_hidden_state
+        assert torch.equal(again, mine.model(IDS).last_hidden_state)
+
+
+def test_quantized_through_a_wrapper(pair, tiny, tmp_path):
+    """dq sees the wrapper alone, and the model inside is what is saved."""
+    mine, other = pair()
+    dq.quantize(torch.compile(mine), tiny.recipe("int8"), progress=False)
+    assert len(loads(mine, tmp_path / "mine")["layers"]) == 14 and loads(other, tmp_path / "other") is None
+
+
+def test_a_parent_that_is_dead_changes_nothing(tiny, tmp_path):
+    gc.disable()
+    try:
+        whole = tiny.seeded(lambda: CLIPModel(clip_config()))
+        whole.itself, part = [whole], whole.text_model
+        del whole
+        dq.quantize(part, tiny.recipe("int8"), progress=False)
+    finally:
+        gc.enable()
+    part.save_pretrained(tmp_path)
+    table = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert len(table["layers"]) == 12 and all(name.startswith("encoder.") for name in table["layers"])
+
+
+def test_other_threads_build_models_meanwhile(pair):
+    mine, _ = pair()
+    stop, interval = threading.Event(), sys.getswitchinterval()
+
+    def build():
+        while not stop.is_set():
+            module = torch.nn.Module()
+            for i in range(300):
+                module.add_module(str(i), torch.nn.Identity())
+
+    threads = [threading.Thread(target=build) for _ in range(3)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(4):
+            own_config(mine)
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert set(configs(mine)) == {id(mine.config)}
