@@ -214,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; a problem the user can act on is one line on stderr and exit status 2."""
     _quiet()
     before, warnings.formatwarning = warnings.formatwarning, _short
+    args = None
     try:
         args = build_parser().parse_args(argv)
         commands.check_numbers(args)
@@ -230,7 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dq: {said}: {line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("dq: interrupted", file=sys.stderr)
+        resume = getattr(args, "resume", None)
+        print("dq: interrupted" + (f"; the same command continues from {resume}" if resume else ""), file=sys.stderr)
         return 130
     except BrokenPipeError:  # `dq list | head`: the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -336,3 +336,13 @@ def test_the_parser_refuses_in_one_line(refused, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
     assert stop.value.code == 0 and dq.__version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("more", "said"), [([], ""), (["--resume", "R"], "; the same command continues from R")])
+def test_an_interruption_says_how_to_go_on(monkeypatch, capsys, more, said):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dq.commands.quantize", interrupted)
+    assert main(["quantize", "D", "fp8", "--out", "O", *more]) == 130
+    assert capsys.readouterr().err == f"dq: interrupted{said}\n"
