@@ -44,7 +44,8 @@ class ResumeFolder:
         except OSError as error:
             raise DQError(f"resume needs a folder that can be written to: {error}") from error
         if found and (other := _differing(found, mine)):
-            raise DQError(f"{path} holds blocks of another {other}; continue with the same, or take an empty folder")
+            way = "continue with the same, on the same device and number of threads, or take an empty folder"
+            raise DQError(f"{path} holds blocks of another {other}; {way}")
 
     def _file(self, block: str) -> Path:
         return self.path / f"{block or 'outside-blocks'}.safetensors"

@@ -5,7 +5,7 @@ import ast
 FILE_LINES = 400
 FUNCTION_LINES = 30
 SHORT_FUNCTIONS = 0.90
-CORE_LINES = 3586  # about 3,000 is the aim; the exact number only has to be noticed
+CORE_LINES = 3587  # about 3,000 is the aim; the exact number only has to be noticed
 # Folders that grow by one file per method, format or rule: each file stands for itself.
 DISCOVERED = ("dq/formats/", "dq/packing/", "dq/rewrites/", "dq/rounding/", "dq/scales/", "dq/transforms/")
 # Methods that work on finished plans or layers, beside the core and used by nothing below the loop.
