@@ -12,7 +12,17 @@ import torch
 
 from dq.version import VERSION
 
-PACKAGES = ("torch", "diffusers", "transformers", "triton", "torchmetrics", "lpips", "stlpips-pytorch")
+PACKAGES = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "triton",
+    "torchmetrics",
+    "lpips",
+    "stlpips-pytorch",
+    "torchao",
+    "gemlite",
+)
 
 
 def describe(device: torch.device | None = None) -> dict[str, Any]:

@@ -51,8 +51,8 @@ def markdown(result: dict[str, Any]) -> str:
         for engine in dict.fromkeys(r["engine"] for r in rows):
             own = {(r["k"], r["n"]): r for r in rows if r["engine"] == engine}
             cells = [_cell(own.get(shape)) for shape in shapes]
-            kernel = next((r["backend"] for r in own.values() if "backend" in r), "")
-            line = [f"`{_plain(engine)}`", "" if kernel == engine else kernel, *cells, _errors(list(own.values()))]
+            kernel = next((r["backend"] for r in own.values() if r.get("grid")), "")  # of dq, and cuBLAS
+            line = [f"`{_plain(engine)}`", kernel, *cells, _errors(list(own.values()))]
             out.append("| " + " | ".join(line) + " |")
     return "\n".join(out) + "\n"
 

@@ -78,7 +78,8 @@ def _int4pack(p: Any, count: int) -> Line:
         packed.append(torch._convert_weight_to_int4pack(codes, 8))
     scale = torch.randn(p.k // 64, p.n, 2, device=p.device, dtype=torch.bfloat16)
     calls = [lambda w=w: torch._weight_int4pack_mm(p.x, w, 64, scale) for w in packed]
-    return "_weight_int4pack_mm", "bf16", p.n * p.k // 2, calls, False
+    nbytes = p.n * p.k // 2 + 2 * scale.numel()
+    return "_weight_int4pack_mm", "bf16", nbytes, calls, False
 
 
 def _linear(p: Any) -> torch.nn.Linear:

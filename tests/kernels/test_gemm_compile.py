@@ -147,7 +147,9 @@ def test_int8_product(generation, grouped):
     constants = dict(INTEGER=True, GROUPED=grouped, BLOCK=False, BIAS=True, EVEN=True, BM=128, BN=128, BK=64, BAND=8)
     constants |= dict(LOW=False, dtype=tl.bfloat16, SPLIT=False)
     found = _products(_ptx("gemm", "gemm_kernel", generation, types, constants, num_warps=8, num_stages=3))
-    wanted = {90: ("wgmma.mma_async", "s32.s8.s8"), 100: ("", "8")}.get(generation, ("mma.sync", "s32.s8.s8.s32"))
+    wanted = {90: ("wgmma.mma_async", "s32.s8.s8"), 100: ("tcgen05.mma", "kind::i8")}.get(
+        generation, ("mma.sync", "s32.s8.s8.s32")
+    )
     assert found and all(wanted[0] in name and wanted[1] in name for name in found), found
     if not grouped:  # a low-rank branch is a 16-bit product more
         constants |= dict(LOW=True)
